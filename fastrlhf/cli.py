@@ -1,0 +1,104 @@
+"""The command line: `fastrlhf COMMAND [--config FILE] [--section.field VALUE ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from fastrlhf import __version__
+from fastrlhf.config_parser import parse_config
+from fastrlhf.errors import UserError
+
+__all__ = ["main"]
+
+COMMANDS = {
+    "demo": "The whole pipeline on an embedded corpus, in a few minutes on two cores.",
+    "run": "SFT, reward model, PPO and evaluation on your data.",
+    "sft": "Fine-tune a model on prompts and completions.",
+    "reward": "Train a reward model on pairs, from an SFT model.",
+    "ppo": "PPO from an SFT model, against a reward model or a Python function.",
+    "evaluate": "Sample a model on held-out prompts and measure the texts.",
+    "replay": "Run a recorded update again and compare every number.",
+}
+
+
+def _overview() -> argparse.ArgumentParser:
+    lines = "\n".join(f"  {name:<10}{what}" for name, what in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="fastrlhf",
+        usage="fastrlhf COMMAND [--config FILE] [--section.field VALUE ...]",
+        description=f"Commands:\n{lines}\n\n`fastrlhf COMMAND --help` shows every field with its default and meaning.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"fastrlhf {__version__}")
+    parser.add_argument("command", choices=list(COMMANDS), metavar="COMMAND", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 done, 1 a replay above its limit, 2 bad input, 130 stopped by a signal after saving."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args:
+        _overview().print_help()
+        return 2
+    command = _overview().parse_args(args[:1]).command
+    try:
+        return _dispatch(command, args[1:])
+    except UserError as err:
+        print(f"fastrlhf {command}: {err}", file=sys.stderr)
+        return 2
+
+
+def _dispatch(command: str, args: list[str]) -> int:
+    if command == "replay":
+        return _replay(args)
+    if command == "demo":
+        from fastrlhf.demo import demo_defaults
+
+        defaults = demo_defaults()
+    else:
+        defaults = None
+    cfg = parse_config(args, command=command, description=COMMANDS[command], defaults=defaults)
+    # From here on torch is needed; a wrong flag has answered by now.
+    from fastrlhf import pipeline
+    from fastrlhf.training import Interrupted
+
+    try:
+        if command == "demo":
+            from fastrlhf.demo import run_demo
+
+            run_demo(cfg)
+        elif command == "run":
+            pipeline.print_summary(pipeline.run_pipeline(cfg))
+        elif command == "evaluate":
+            pipeline.print_summary(pipeline.run_evaluate(cfg))
+        else:
+            result = {"sft": pipeline.run_sft, "reward": pipeline.run_reward, "ppo": pipeline.run_ppo}[command](cfg)
+            print(f"model: {result.model}")
+    except Interrupted as stop:
+        print(stop, file=sys.stderr)
+        return 130
+    return 0
+
+
+def _replay(args: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="fastrlhf replay", description=COMMANDS["replay"], allow_abbrev=False)
+    parser.add_argument("basename", help="the recording's path without .json or .safetensors")
+    parser.add_argument(
+        "--max_error", type=float, default=5e-6, help="largest absolute difference allowed (default: 5e-6)"
+    )
+    options = parser.parse_args(args)
+    from fastrlhf.replay import replay
+
+    worst = replay(options.basename)
+    print(f"{'quantity':<28} largest difference")
+    for name, error in worst.items():
+        print(f"{name:<28} {error:.3e}{'' if error <= options.max_error else '  ABOVE THE LIMIT'}")
+    ok = all(error <= options.max_error for error in worst.values())
+    print(f"{'passed' if ok else 'FAILED'}: largest {max(worst.values()):.3e}, limit {options.max_error:g}")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,243 @@
+"""Rows from a hub id or a local .jsonl, .parquet or .csv file, in the columns that TRL's users have."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from fastrlhf.errors import UserError
+
+__all__ = ["Row", "is_local", "load_rows", "split_heldout"]
+
+Kind = Literal["sft", "preferences", "prompts"]
+Text = str | list[dict[str, str]]
+"""Plain text, or chat messages ({role, content} each)."""
+
+TLDR = ("subreddit", "title", "post")
+_SUFFIXES = (".jsonl", ".parquet", ".csv")
+_NEEDED = {
+    "sft": "prompt and completion, messages, or subreddit, title, post and summary",
+    "preferences": "prompt, chosen and rejected (chat conversations may leave out prompt), or subreddit, title, post, chosen and rejected",
+    "prompts": "prompt, or subreddit, title and post",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a source; fields that its kind does not have are None."""
+
+    where: str
+    """file:line, or data set and row number, for messages."""
+    prompt: Text | None = None
+    tldr: dict[str, str] | None = None
+    """subreddit, title, post; instead of `prompt`."""
+    completion: Text | None = None
+    chosen: Text | None = None
+    rejected: Text | None = None
+
+    def key(self) -> str:
+        """What identifies the prompt."""
+        return json.dumps(self.prompt if self.tldr is None else self.tldr, sort_keys=True, ensure_ascii=False)
+
+
+def is_local(source: str) -> bool:
+    """Whether `source` names a file or folder here rather than a hub id."""
+    path = Path(source)
+    return path.suffix.lower() in _SUFFIXES or source.startswith((".", "/", "~")) or path.exists()
+
+
+def load_rows(source: str, *, kind: Kind, split: str, field: str) -> list[Row]:
+    """Every row of `source`; `split` matters for a hub id only, `field` names the configuration's field in messages.
+
+    Raises `UserError` for a missing or unreadable source, wrong columns, a bad row, or no rows at all.
+    """
+    records = _local(Path(source).expanduser(), field) if is_local(source) else _hub(source, split, field)
+    rows = [_row(record, kind, where, field) for where, record in records]
+    if not rows:
+        raise UserError(f"{field}: {source} has no rows")
+    return rows
+
+
+# --- reading
+
+
+def _local(path: Path, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if path.is_dir():
+        raise UserError(f"{field}: {path} is a folder; name a .jsonl, .parquet or .csv file in it")
+    if not path.exists():
+        names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, names, n=1)
+        raise UserError(
+            f"{field}: {path} does not exist" + (f"; did you mean {path.parent / near[0]}?" if near else "")
+        )
+    readers = {".jsonl": _jsonl, ".parquet": _parquet, ".csv": _csv}
+    if path.suffix.lower() not in readers:
+        raise UserError(f"{field}: {path} is not a .jsonl, .parquet or .csv file")
+    return readers[path.suffix.lower()](path, field)
+
+
+def _jsonl(path: Path, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        # Binary lines end at \n only: a Unicode line separator inside a string is not the end of a row.
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                where = f"{path}:{number}"
+                try:
+                    line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                    if not line:
+                        continue
+                    record = json.loads(line)
+                except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as err:
+                    raise UserError(f"{field}: {where} is not valid JSON ({err})") from err
+                if not isinstance(record, dict):
+                    raise UserError(f"{field}: {where} is a JSON {type(record).__name__}, not an object")
+                yield where, record
+    except OSError as err:
+        raise UserError(f"{field}: cannot read {path}: {err.strerror}") from err
+
+
+def _table(table: Any, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    number = 0
+    for batch in table.to_batches(max_chunksize=4096):
+        for record in batch.to_pylist():
+            number += 1
+            yield f"{path} row {number}", record
+
+
+def _parquet(path: Path, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as err:
+        raise UserError(f"{field}: {path} is not a readable parquet file ({_brief(err)})") from err
+    yield from _table(table, path)
+
+
+def _csv(path: Path, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    import pyarrow
+    import pyarrow.csv
+
+    try:
+        head = pyarrow.csv.read_csv(path, parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True))
+        # Everything is text: a summary that happens to be "12" or "null" is still a summary.
+        types = dict.fromkeys(head.column_names, pyarrow.string())
+        table = pyarrow.csv.read_csv(
+            path,
+            parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
+            convert_options=pyarrow.csv.ConvertOptions(column_types=types, strings_can_be_null=False),
+        )
+    except (pyarrow.ArrowException, OSError) as err:
+        raise UserError(f"{field}: {path} is not a readable CSV file with a header line ({_brief(err)})") from err
+    yield from _table(table, path)
+
+
+def _hub(source: str, split: str, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError
+
+    try:
+        dataset = load_dataset(source, split=split)
+    except (DatasetNotFoundError, FileNotFoundError, ConnectionError, OSError) as err:
+        raise UserError(
+            f"{field}: {source} is neither a file here nor a data set that can be reached or is cached ({_brief(err)})"
+        ) from err
+    except ValueError as err:
+        raise UserError(f"{field}: cannot load split {split!r} of {source} ({_brief(err)})") from err
+    for number, record in enumerate(dataset, 1):
+        yield f"{source}[{split}] row {number}", record
+
+
+def _brief(err: BaseException) -> str:
+    return " ".join(str(err).split())[:160]
+
+
+# --- checking
+
+
+def _row(record: Mapping[str, Any], kind: Kind, where: str, field: str) -> Row:
+    got = {k: v for k, v in record.items() if v is not None}
+    tldr = None
+    if "prompt" not in got and all(name in got for name in TLDR):
+        tldr = {name: cast(str, _text(got[name], name, where, field, empty=name != "prompt")) for name in TLDR}
+    prompt = None if tldr is not None else got.get("prompt")
+    parts: dict[str, Any] = {}
+    if kind == "sft":
+        prompt, parts["completion"] = _completion(got, prompt, tldr)
+    elif kind == "preferences":
+        parts = {"chosen": got.get("chosen"), "rejected": got.get("rejected")}
+        if prompt is None and tldr is None and all(isinstance(p, list) for p in parts.values()):
+            prompt, parts["chosen"], parts["rejected"] = _common_prefix(parts["chosen"], parts["rejected"])
+    missing = [name for name, value in parts.items() if value is None]
+    if missing or (prompt is None and tldr is None):
+        nulls = [k for k, v in record.items() if v is None]
+        found = f"columns {', '.join(map(str, record))}" if record else "no columns"
+        hint = f" ({', '.join(nulls)} null)" if nulls else ""
+        raise UserError(f"{field}: {where} has {found}{hint}; it needs {_NEEDED[kind]}")
+    if tldr is None:
+        prompt = _text(prompt, "prompt", where, field)
+    checked = {name: _text(value, name, where, field) for name, value in parts.items()}
+    return Row(where=where, prompt=prompt, tldr=tldr, **checked)
+
+
+def _completion(got: Mapping[str, Any], prompt: Any, tldr: Any) -> tuple[Any, Any]:
+    if tldr is not None:
+        return None, got.get("summary", got.get("completion"))
+    if prompt is None and isinstance(got.get("messages"), list) and len(got["messages"]) > 1:
+        return got["messages"][:-1], got["messages"][-1:]
+    return prompt, got.get("completion")
+
+
+def _common_prefix(chosen: list[Any], rejected: list[Any]) -> tuple[list[Any] | None, list[Any], list[Any]]:
+    n = 0
+    while n < min(len(chosen), len(rejected)) - 1 and chosen[n] == rejected[n]:
+        n += 1
+    return chosen[:n] or None, chosen[n:], rejected[n:]
+
+
+def _text(value: Any, name: str, where: str, field: str, *, empty: bool = False) -> Text:
+    if isinstance(value, str):
+        if not value.strip() and not empty:
+            raise UserError(f"{field}: {name} of {where} is empty; remove the row or fill it")
+        if "\ud800" <= max(value, default="") <= "\udfff" or any("\ud800" <= c <= "\udfff" for c in value):
+            raise UserError(f"{field}: {name} of {where} holds half a surrogate pair, which no tokenizer can read")
+        return value
+    if isinstance(value, list) and value and all(_is_message(m) for m in value):
+        return [{"role": m["role"], "content": m["content"]} for m in value]
+    raise UserError(f"{field}: {name} of {where} is {type(value).__name__}; it must be text or a list of chat messages")
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))
+
+
+def split_heldout(
+    rows: Sequence[Row], fraction: float, field: str = "data.eval_fraction"
+) -> tuple[list[Row], list[Row]]:
+    """Training and held-out rows, by a hash of the prompt: every stage holds out the same prompts.
+
+    Raises `UserError` for a fraction outside (0, 1), or too few different prompts for both sides.
+    """
+    if not 0 < fraction < 1:
+        raise UserError(f"{field} is {fraction}; it must lie between 0 and 1")
+    places = {key: _place(key) for key in {row.key() for row in rows}}
+    if len(places) < 2:
+        raise UserError(
+            f"{field}: there is only {len(places)} prompt; give evaluation rows of their own, or more prompts"
+        )
+    held = {key for key, place in places.items() if place < fraction}
+    if not held:
+        held = {min(places, key=places.__getitem__)}
+    elif len(held) == len(places):
+        held.discard(max(places, key=places.__getitem__))
+    return [r for r in rows if r.key() not in held], [r for r in rows if r.key() in held]
+
+
+def _place(key: str) -> float:
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64

@@ -1,0 +1,310 @@
+"""Policy and scalar models: loading, saving, and the forward passes that training and scoring share.
+
+B = rows, L = longest row, D = hidden, V = vocabulary, N = chosen positions of all rows, packed.
+
+Rows are always query then response from position 0, padded on the right. Under causal attention no token sees
+the padding, so no mask is built, and absolute and rotary positions are right by construction.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from fastrlhf_kernels import linear_token_logprobs
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from fastrlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from fastrlhf.config import ModelConfig
+
+__all__ = [
+    "ScalarModel",
+    "ScalarModelConfig",
+    "check_head",
+    "disable_dropout",
+    "hidden_states",
+    "load_policy",
+    "load_scalar_model",
+    "packed_logprobs",
+    "policy_from_config",
+    "resolve_device",
+    "scalar_from_policy",
+]
+
+
+def resolve_device(name: str) -> torch.device:
+    """auto, cpu, cuda or cuda:N -> device. Raises `UserError` for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as err:
+        raise UserError(f"model.device: {name!r} is not a device; use auto, cpu or cuda") from err
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"model.device: {name} was asked for, but torch sees no CUDA device; use model.device: cpu")
+    return device
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Dropout off everywhere (REFERENCE item 7): log-probabilities are reproducible and the first ratio is 1."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # read by the attention functions at every call
+
+
+def _attn(attn: str) -> dict[str, str]:
+    return {} if attn == "auto" else {"attn_implementation": attn}
+
+
+def _dtype(name: str) -> torch.dtype:
+    return cast(torch.dtype, getattr(torch, name))
+
+
+def policy_from_config(
+    shape: dict[str, Any], *, vocab_size: int, eos_id: int, dtype: str, attn: str, seed: int
+) -> PreTrainedModel:
+    """A causal LM with random weights drawn from `seed`; the global random state is left as it was.
+
+    Raises `UserError` for an unknown model type or a shape that transformers refuses.
+    """
+    shape = dict(shape)
+    model_type = shape.pop("model_type", None)
+    if not isinstance(model_type, str):
+        raise UserError("model.from_scratch has no model_type; add one, such as model_type: gpt_neox")
+    shape.setdefault("vocab_size", vocab_size)
+    if shape["vocab_size"] < vocab_size:
+        raise UserError(
+            f"model.from_scratch.vocab_size is {shape['vocab_size']}, but the tokenizer has {vocab_size} ids; raise it"
+        )
+    shape.update(bos_token_id=eos_id, eos_token_id=eos_id)
+    try:
+        config = AutoConfig.for_model(model_type, **shape)
+    except ValueError as err:
+        raise UserError(
+            f"model.from_scratch.model_type: unknown model type {model_type!r}; {_first_line(err)}"
+        ) from err
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype), **_attn(attn))
+        except (ValueError, TypeError, AttributeError) as err:
+            raise UserError(f"model.from_scratch: {model_type} refuses this shape: {_first_line(err)}") from err
+    disable_dropout(model)
+    return cast(PreTrainedModel, model)
+
+
+def _first_line(err: BaseException) -> str:
+    text = str(err).strip().splitlines()
+    return text[0][:200] if text else type(err).__name__
+
+
+def _require(path: str, field: str) -> None:
+    if (path.startswith((".", "/", "~")) or Path(path).exists()) and not (Path(path) / "config.json").is_file():
+        raise UserError(f"{field}: {path} is not a model folder (it has no config.json)")
+
+
+def load_policy(path: str, cfg: ModelConfig, *, attn: str = "auto", field: str = "model.path") -> PreTrainedModel:
+    """A causal LM from a folder or hub id, with dropout off.
+
+    Raises `UserError` when it is missing, of an unknown type, or lacks weights for its architecture.
+    """
+    _require(path, field)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=_dtype(cfg.dtype),
+            trust_remote_code=cfg.trust_remote_code,
+            use_safetensors=True,  # a pickle from the outside can run code
+            output_loading_info=True,
+            **_attn(attn),
+        )
+    except (OSError, ValueError, KeyError) as err:
+        raise UserError(f"{field}: cannot load a causal language model from {path}: {_first_line(err)}") from err
+    _refuse_incomplete(info, path, field)
+    disable_dropout(model)
+    return cast(PreTrainedModel, model)
+
+
+def _refuse_incomplete(info: dict[str, Any], path: str, field: str, allow_unexpected: bool = True) -> None:
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise UserError(
+            f"{field}: {path} lacks {len(missing)} weights (first: {missing[0]}); it is not a complete model"
+        )
+    mismatched = list(info["mismatched_keys"])
+    if mismatched:
+        raise UserError(
+            f"{field}: {path} has weights of another shape than its config.json says (first: {mismatched[0]})"
+        )
+    unexpected = sorted(info["unexpected_keys"])
+    if unexpected and not allow_unexpected:
+        raise UserError(f"{field}: {path} holds weights that this model has no place for (first: {unexpected[0]})")
+
+
+class ScalarModelConfig(PretrainedConfig):
+    """Configuration of `ScalarModel`: the backbone's own configuration, the hidden size and the reward bias."""
+
+    model_type = "scalar_model"
+
+    def __init__(
+        self, base_config: dict[str, Any] | None = None, hidden_size: int = 0, bias: float = 0.0, **kwargs: Any
+    ) -> None:
+        self.base_config = base_config.to_dict() if isinstance(base_config, PretrainedConfig) else base_config
+        self.hidden_size = hidden_size
+        self.bias = bias
+        super().__init__(**kwargs)
+
+
+class ScalarModel(PreTrainedModel):
+    """A causal backbone with a linear head to one number: reward model and critic (REFERENCE items 11, 12, 15, 22).
+
+    The head starts from N(0, 1/(D+1)) (standard deviation 1/sqrt(D+1)), bias 0. `config.bias` is subtracted
+    from every output.
+    """
+
+    config_class = ScalarModelConfig
+    base_model_prefix = "lm_backbone"
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flash_attn_2 = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: ScalarModelConfig) -> None:
+        super().__init__(config)
+        if not config.base_config:
+            raise UserError("this scalar model's config.json has no base_config, so its backbone is unknown")
+        base = dict(config.base_config)
+        base_config = AutoConfig.for_model(base.pop("model_type"), **base)
+        attn = getattr(config, "_attn_implementation", None)
+        self.lm_backbone = AutoModel.from_config(base_config, **({"attn_implementation": attn} if attn else {}))
+        self.scalar_head = nn.Linear(config.hidden_size, 1)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is getattr(self, "scalar_head", None):
+            nn.init.normal_(self.scalar_head.weight, std=(self.config.hidden_size + 1) ** -0.5)
+            nn.init.zeros_(self.scalar_head.bias)
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        """[B,L] right-padded ids -> [B,L] fp32 rewards or values, one at every position."""
+        hidden_BLD = hidden_states(self.lm_backbone, ids_BL)
+        return self.head(hidden_BLD)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """[..., D] hidden states -> [...] values in at least fp32, bias subtracted."""
+        value = self.scalar_head(hidden).squeeze(-1)
+        return (value if value.dtype == torch.float64 else value.float()) - self.config.bias
+
+
+def scalar_from_policy(policy: PreTrainedModel, *, generator: torch.Generator) -> ScalarModel:
+    """A scalar model whose backbone starts as a copy of the policy's; the head is drawn from `generator`."""
+    text_config = policy.config
+    base_config = text_config.to_dict()
+    hidden = text_config.get_text_config().hidden_size
+    with torch.random.fork_rng():
+        model = ScalarModel(ScalarModelConfig(base_config=base_config, hidden_size=hidden))
+    backbone = policy.base_model
+    model.lm_backbone.load_state_dict(backbone.state_dict())
+    std = (hidden + 1) ** -0.5
+    with torch.no_grad():
+        model.scalar_head.weight.copy_(torch.randn(1, hidden, generator=generator) * std)
+        model.scalar_head.bias.zero_()
+    first = next(policy.parameters())
+    model.to(dtype=first.dtype, device=first.device)
+    model.lm_backbone.config._attn_implementation = policy.config._attn_implementation
+    disable_dropout(model)
+    return model
+
+
+def load_scalar_model(
+    path: str, cfg: ModelConfig, *, attn: str = "auto", field: str = "ppo.reward_model"
+) -> ScalarModel:
+    """A `ScalarModel` from a folder or hub id, strict about missing and unexpected weights, dropout off."""
+    _require(path, field)
+    try:
+        config = ScalarModelConfig.from_pretrained(path)
+        if not config.base_config:
+            raise UserError(
+                f"{field}: {path} is not a reward model written by `fastrlhf reward` (no base_config in config.json)"
+            )
+        model, info = ScalarModel.from_pretrained(
+            path, config=config, dtype=_dtype(cfg.dtype), use_safetensors=True, output_loading_info=True, **_attn(attn)
+        )
+    except (OSError, ValueError, KeyError) as err:
+        raise UserError(f"{field}: cannot load a reward model from {path}: {_first_line(err)}") from err
+    _refuse_incomplete(info, path, field, allow_unexpected=False)
+    disable_dropout(model)
+    return cast(ScalarModel, model)
+
+
+def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy for scoring: no gradients, evaluation mode."""
+    return copy.deepcopy(model).requires_grad_(False).eval()
+
+
+def hidden_states(backbone: nn.Module, ids_BL: Tensor, attention_mask_BL: Tensor | None = None) -> Tensor:
+    """[B,L] ids -> [B,L,D] last hidden states, final norm applied. A mask is needed only for padding on the left."""
+    output = backbone(input_ids=ids_BL, attention_mask=attention_mask_BL, use_cache=False, return_dict=True)
+    return cast(Tensor, output.last_hidden_state)
+
+
+def packed_logprobs(
+    policy: PreTrainedModel,
+    hidden_BLD: Tensor,
+    positions_N: Tensor,
+    ids_N: Tensor,
+    *,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """Log-probabilities of ids_N at positions_N (indices into the flattened [B*L]), without a [B,L,V] tensor.
+
+    Returns fp32 [N], or `(logprobs, entropy)` with `return_entropy`.
+    """
+    head = cast(nn.Linear, policy.get_output_embeddings())
+    hidden_ND = hidden_BLD.flatten(0, 1).index_select(0, positions_N)
+    return linear_token_logprobs(
+        hidden_ND,
+        head.weight,
+        ids_N,
+        bias=getattr(head, "bias", None),
+        softcap=getattr(policy.config.get_text_config(), "final_logit_softcapping", None),
+        temperature=temperature,
+        return_entropy=return_entropy,
+        backend=backend,
+    )
+
+
+@torch.no_grad()
+def check_head(policy: PreTrainedModel, field: str = "model.path") -> None:
+    """Prove that backbone + output projection give the model's own logits; else `UserError`.
+
+    Some families scale or shift their logits after the projection; training them here would be silently wrong.
+    """
+    if policy.get_output_embeddings() is None:
+        raise UserError(f"{field}: {type(policy).__name__} has no output projection; use a causal language model")
+    training = policy.training
+    policy.eval()
+    vocab = policy.get_input_embeddings().weight.shape[0]
+    ids_BL = (torch.arange(8, device=policy.device) * 37 % vocab)[None]
+    logits = policy(input_ids=ids_BL, use_cache=False).logits.float()
+    logprobs = torch.log_softmax(logits[0, :-1], -1).gather(1, ids_BL[0, 1:, None])[:, 0]
+    positions = torch.arange(7, device=policy.device)
+    ours = packed_logprobs(policy, hidden_states(policy.base_model, ids_BL), positions, ids_BL[0, 1:])
+    policy.train(training)
+    limit = 1e-3 if policy.dtype == torch.float32 else 0.2
+    error = (ours - logprobs).abs().max()
+    if not bool(error <= limit):
+        raise UserError(
+            f"{field}: {type(policy).__name__} does more to its logits than project them (log-probabilities differ by "
+            f"{float(error):.2g}); this family is not supported"
+        )

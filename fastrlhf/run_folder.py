@@ -1,0 +1,159 @@
+"""The folder of a run: made once, locked while written, never overwritten."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import yaml
+
+from fastrlhf.config import Config
+from fastrlhf.errors import UserError
+
+__all__ = ["RunFolder", "atomic_write_text", "disk_errors"]
+
+# A resumed run may differ in these, and in nothing else.
+_MAY_CHANGE = ("resume", "output_dir", "log.", "checkpoint.")
+
+
+@contextmanager
+def disk_errors(what: Path | str) -> Iterator[None]:
+    """Turn a full disk or an unwritable folder into a `UserError`."""
+    try:
+        yield
+    except OSError as err:
+        if err.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(f"no disk space left while writing {what}; free some and go on with --resume") from err
+        if err.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
+            raise UserError(f"cannot write {what}: {err.strerror}; choose another output_dir") from err
+        raise
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """Write the whole file or nothing: a temporary name in the same folder, synced, then renamed."""
+    tmp = path.with_name(f".tmp-{path.name}")
+    with disk_errors(path):
+        with tmp.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(tmp, path)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """`root` is the run's folder, `path` that of one of its stages (or the root itself)."""
+
+    root: Path
+    path: Path
+    _lock: IO[str] | None = field(default=None, repr=False)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoints of this stage."""
+        return self.root / "checkpoints" / self.path.name if self.path != self.root else self.root / "checkpoints"
+
+    def stage(self, name: str) -> RunFolder:
+        """The same run, seen by one stage; its folder is made."""
+        path = self.root / name
+        with disk_errors(path):
+            path.mkdir(exist_ok=True)
+        return replace(self, path=path)
+
+    @staticmethod
+    def open(cfg: Config, command: str, *, config_yaml: str) -> RunFolder:
+        """Make a new run folder, or go on in an old one with `cfg.resume`.
+
+        Raises `UserError` when the folder exists without `resume`, is missing with it, belongs to another
+        configuration, or is being written by another process.
+        """
+        if cfg.resume:
+            root = _existing(cfg, config_yaml)
+        else:
+            root = _new(cfg, command)
+        lock = _lock(root)
+        if not (root / "config.yaml").exists():
+            atomic_write_text(root / "config.yaml", config_yaml)
+        return RunFolder(root, root, lock)
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lock is not None:
+            self._lock.close()  # closing releases the lock
+
+
+def _new(cfg: Config, command: str) -> Path:
+    if cfg.output_dir is not None:
+        root = Path(cfg.output_dir)
+        if root.exists() and not root.is_dir():
+            raise UserError(f"output_dir: {root} is a file; choose another folder")
+        if root.exists() and any(root.iterdir()):
+            raise UserError(f"output_dir: {root} is not empty; go on with it by --resume, or choose another folder")
+        with disk_errors(root):
+            root.mkdir(parents=True, exist_ok=True)
+        return root
+    stamp = f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"
+    with disk_errors("runs"):
+        Path("runs").mkdir(exist_ok=True)
+        for n in range(1, 1000):
+            root = Path("runs") / (stamp if n == 1 else f"{stamp}-{n}")
+            try:
+                root.mkdir()
+            except FileExistsError:
+                continue
+            return root
+    raise UserError(f"output_dir: runs/{stamp} and its variants all exist; give output_dir")
+
+
+def _existing(cfg: Config, config_yaml: str) -> Path:
+    if cfg.output_dir is None:
+        raise UserError("resume: say which run to go on with, by --output_dir")
+    root = Path(cfg.output_dir)
+    if not (root / "config.yaml").is_file():
+        raise UserError(f"resume: {root} is not a run folder (it has no config.yaml)")
+    saved = _flat(yaml.safe_load((root / "config.yaml").read_text(encoding="utf-8")))
+    given = _flat(yaml.safe_load(config_yaml))
+    changed = sorted(
+        k for k in saved.keys() | given.keys() if saved.get(k) != given.get(k) and not k.startswith(_MAY_CHANGE)
+    )
+    if changed:
+        key = changed[0]
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise UserError(
+            f"resume: {key} is {given.get(key)!r}, but the run in {root} was started with {saved.get(key)!r}{more}; "
+            "give the same configuration"
+        )
+    return root
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict) or not tree:
+        return {prefix.rstrip("."): tree}
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out |= _flat(value, f"{prefix}{key}.")
+    return out
+
+
+def _lock(root: Path) -> IO[str]:
+    # The kernel drops the lock with the process, so a SIGKILL leaves nothing to clean up.
+    with disk_errors(root):
+        file = (root / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as err:
+        file.close()
+        raise UserError(f"output_dir: another process is writing {root}; wait for it or choose another folder") from err
+    return file

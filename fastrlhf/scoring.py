@@ -1,0 +1,87 @@
+"""Scores that come from a Python function of the user's instead of a reward model."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fastrlhf.errors import UserError
+
+__all__ = ["RewardFunction", "call_reward_function", "load_reward_function"]
+
+RewardFunction = Callable[[list[str], list[str]], Sequence[float]]
+
+
+def load_reward_function(spec: str) -> RewardFunction:
+    """`module:name` -> the function; modules in the working directory are found.
+
+    Raises `UserError` when the module or the name is not there.
+    """
+    module_name, _, name = spec.partition(":")
+    if not module_name or not name:
+        raise UserError(f"ppo.reward_function: {spec!r} is not of the form module:name")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as err:
+        raise UserError(
+            f"ppo.reward_function: cannot import {module_name!r} ({err}); run from the folder that holds it"
+        ) from err
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UserError(f"ppo.reward_function: {module_name!r} has no function {name!r}")
+    return function
+
+
+def call_reward_function(function: RewardFunction, prompts: list[str], responses: list[str]) -> list[float]:
+    """One float for each row.
+
+    Raises `UserError` naming the row for an exception, a value that is not a finite number, or a wrong length.
+    """
+    try:
+        got = function(prompts, responses)
+    except Exception as err:  # the user's code can raise anything; the row is found by calling it alone
+        row = _first_failing(function, prompts, responses)
+        raise UserError(
+            f"ppo.reward_function raised {type(err).__name__}: {err}{_at(row, prompts, responses)}"
+        ) from err
+    try:
+        values = list(got)
+    except TypeError as err:
+        raise UserError(
+            f"ppo.reward_function returned {type(got).__name__}; it must return one float for each response"
+        ) from err
+    if len(values) != len(responses):
+        raise UserError(f"ppo.reward_function returned {len(values)} values for {len(responses)} responses")
+    out = []
+    for row, value in enumerate(values):
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as err:
+            raise UserError(
+                f"ppo.reward_function returned {value!r}, not a number{_at(row, prompts, responses)}"
+            ) from err
+        if not math.isfinite(number):
+            raise UserError(f"ppo.reward_function returned {number}{_at(row, prompts, responses)}")
+        out.append(number)
+    return out
+
+
+def _first_failing(function: RewardFunction, prompts: list[str], responses: list[str]) -> int | None:
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        try:
+            function([prompt], [response])
+        except Exception:  # which row it is is all that is asked here; the first error is the one reported
+            return row
+    return None
+
+
+def _at(row: int | None, prompts: list[str], responses: list[str]) -> str:
+    if row is None:
+        return " (on the whole batch; on each row alone it does not)"
+    return f" at row {row} (prompt ending {prompts[row][-40:]!r}, response {responses[row][:60]!r})"

@@ -1,0 +1,127 @@
+"""The supervised loop that SFT and the reward model share, and the learning-rate schedules of all stages."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastrlhf.checkpoint import StopSignal, latest_checkpoint, load_checkpoint, named_generator, save_checkpoint
+from fastrlhf.config import Config, RewardConfig, SFTConfig
+from fastrlhf.data.batching import epoch_order
+from fastrlhf.errors import UserError
+from fastrlhf.metrics import Metrics
+from fastrlhf.run_folder import RunFolder
+
+__all__ = ["Interrupted", "StepResult", "adamw", "cosine", "fit", "require_finite"]
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM arrived; a checkpoint was written and the stage left."""
+
+
+def cosine(step: int, total: int, warmup: int = 0) -> float:
+    """Factor on the peak learning rate at optimiser step `step` of `total`: linear warm-up, then cosine to 0."""
+    if step < warmup:
+        return step / max(1, warmup)
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, total - warmup))))
+
+
+def adamw(modules: nn.Module, *, lr: float, eps: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW with the reference's betas, one group over all parameters, in one fused pass per step."""
+    params = [p for p in modules.parameters() if p.requires_grad]
+    return torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.999), eps=eps, weight_decay=weight_decay, fused=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One batch: means to log, and the tokens it held."""
+
+    means: dict[str, Tensor]
+    tokens: int
+
+
+def require_finite(values: dict[str, float], names: Sequence[str], stage: str, step: int, kept: Path | None) -> None:
+    """Raise `UserError` naming the step if one of `names` is not finite."""
+    for name in names:
+        if not math.isfinite(values[name]):
+            where = f"the last good checkpoint is {kept}" if kept else "there is no checkpoint yet"
+            raise UserError(
+                f"{stage}: {name} is {values[name]} at step {step}; {where}; lower the learning rate or check the data"
+            )
+
+
+def fit(
+    model: nn.Module,
+    n_rows: int,
+    batch_loss: Callable[[list[int]], StepResult],
+    *,
+    cfg: Config,
+    stage: str,
+    settings: SFTConfig | RewardConfig,
+    run: RunFolder,
+    prefix: str,
+) -> dict[str, float]:
+    """Train `model`: `batch_loss(rows)` runs forward and backward of one batch. Returns the last step's means.
+
+    The last, smaller batch of an epoch is trained on too. Raises `Interrupted` after a signal, `UserError` on a
+    loss that is not finite.
+    """
+    per_epoch = math.ceil(n_rows / settings.batch_size)
+    total = per_epoch * settings.epochs
+    optimizer = adamw(model, lr=settings.lr, eps=settings.eps, weight_decay=settings.weight_decay)
+    shuffle = named_generator(cfg.seed, f"{stage}/shuffle")
+    order: list[int] = []
+    step = 0
+    checkpoint = latest_checkpoint(run.checkpoints) if cfg.resume else None
+    if checkpoint is not None:
+        state = load_checkpoint(
+            checkpoint, modules={"model": model}, optimizer=optimizer, generators={"shuffle": shuffle}
+        )
+        step, order = state["step"], state["order"]
+    last: dict[str, float] = {}
+    model.train()
+
+    def save() -> Path:
+        return save_checkpoint(
+            run.checkpoints,
+            step,
+            modules={"model": model},
+            optimizer=optimizer,
+            generators={"shuffle": shuffle},
+            state={"step": step, "order": order},
+            keep=cfg.checkpoint.keep,
+        )
+
+    with Metrics(run, cfg.log, stage=stage, total_steps=total, resume_step=step) as metrics, StopSignal() as stop:
+        while step < total:
+            within = step % per_epoch
+            if within == 0:
+                order = epoch_order(n_rows, shuffle)
+            rows = order[within * settings.batch_size : (within + 1) * settings.batch_size]
+            began = time.perf_counter()
+            lr = settings.lr * cosine(step, total, settings.warmup_steps)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            result = batch_loss(rows)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            step += 1
+            values: dict[str, Any] = {f"{prefix}/{k}": v for k, v in result.means.items()}
+            values |= {f"{prefix}/lr": lr, "tokens_per_second": result.tokens / (time.perf_counter() - began)}
+            last = metrics.log(step, values)
+            require_finite(last, [f"{prefix}/loss"], stage, step, latest_checkpoint(run.checkpoints))
+            due = cfg.checkpoint.every and step % cfg.checkpoint.every == 0 and step < total
+            if stop.requested or due:
+                saved = save()
+                if stop.requested:
+                    raise Interrupted(
+                        f"{stage} stopped at step {step} of {total}; checkpoint {saved}; go on with --resume"
+                    )
+    return last

@@ -1,0 +1,149 @@
+"""YAML and dotted overrides: what is taken, what is refused, and in which words."""
+
+import dataclasses
+
+import pytest
+
+from fastrlhf.config import BatchSizes, Config
+from fastrlhf.config_parser import FIELDS, config_from_dict, config_to_yaml, parse_config
+from fastrlhf.errors import UserError
+
+
+def parse(*argv, **kwargs):
+    return parse_config(argv, command="ppo", **kwargs)
+
+
+def test_overrides_beat_yaml_and_yaml_beats_defaults(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("seed: 3\nppo:\n  kl_coef: 1e-1\n  gamma: 0.9\n")
+    cfg = parse("--config", str(file), "--ppo.gamma", "0.5")
+    assert (cfg.seed, cfg.ppo.kl_coef, cfg.ppo.gamma, cfg.ppo.lam) == (3, 0.1, 0.5, 0.95)
+
+
+def test_the_saved_configuration_reads_back_equal(tmp_path):
+    cfg = parse("--model.from_scratch", "{model_type: gpt_neox, hidden_size: 12}", "--ppo.missing_eos_score", "null")
+    file = tmp_path / "c.yaml"
+    file.write_text(config_to_yaml(cfg))
+    assert parse("--config", str(file)) == cfg
+    assert cfg.ppo.missing_eos_score is None
+
+
+def test_resume_alone_means_true():
+    assert parse("--resume").resume is True
+    assert parse("--resume", "--seed", "2").seed == 2
+    assert parse().resume is False
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--ppo.kl_coeff", "1"], ["ppo.kl_coeff", "did you mean ppo.kl_coef?"]),
+        (["--kl_coef", "1"], ["kl_coef", "did you mean ppo.kl_coef?"]),
+        (["--batch.episode", "1"], ["did you mean batch.episodes?"]),
+        (["--ppo.kl_coef", "abc"], ["ppo.kl_coef", "abc"]),
+        (["--ppo.whiten_scope", "node"], ["ppo.whiten_scope", "node", "rank"]),
+        (["--seed", "1.5"], ["seed", "1.5"]),
+        (["--ppo.kl_coef"], ["ppo.kl_coef"]),
+        (["stray"], ["stray"]),
+        (["--config", "nowhere.yaml"], ["nowhere.yaml", "does not exist"]),
+    ],
+)
+def test_a_bad_flag_is_one_sentence_naming_the_field(argv, words):
+    with pytest.raises(UserError) as caught:
+        parse(*argv)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("ppo:\n  kl_coeff: 1\n", ["c.yaml", "ppo.kl_coeff", "did you mean ppo.kl_coef?"]),
+        ("pppo:\n  kl_coef: 1\n", ["c.yaml", "pppo"]),
+        ("ppo: 3\n", ["c.yaml", "ppo"]),
+        ("- a\n", ["c.yaml", "mapping"]),
+        ("ppo: [\n", ["c.yaml", "line"]),
+        ("ppo:\n  epochs: many\n", ["ppo.epochs", "many"]),
+    ],
+)
+def test_bad_yaml_is_one_sentence_naming_the_file(tmp_path, text, words):
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as caught:
+        parse("--config", str(file))
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_an_empty_yaml_is_all_defaults(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("# nothing\n")
+    assert parse("--config", str(file)) == Config()
+
+
+def test_a_mapping_is_checked_like_a_file():
+    assert config_from_dict({"ppo": {"kl_coef": 1}}).ppo.kl_coef == 1.0
+    with pytest.raises(UserError, match="there is no field 'ppo.kl'"):
+        config_from_dict({"ppo": {"kl": 1}})
+
+
+def test_help_shows_every_field_with_meaning(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse("--help")
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for name in FIELDS:
+        assert f"--{name}" in text, name
+    assert "Weight of the per-token KL penalty" in text and "default: 0.05" in text
+
+
+def test_every_field_is_documented():
+    import inspect
+
+    def visit(kind):
+        source = inspect.getsource(kind)
+        for field in dataclasses.fields(kind):
+            value = getattr(kind(), field.name)
+            if dataclasses.is_dataclass(value):
+                visit(type(value))
+            else:
+                after = source.split(f"    {field.name}:", 1)[1].splitlines()[1].strip()
+                assert after.startswith('"""'), f"{kind.__name__}.{field.name} has no docstring"
+
+    visit(Config)
+
+
+def sizes(**batch):
+    cfg = Config()
+    for name, value in batch.items():
+        setattr(cfg.batch, name, value)
+    return BatchSizes.derive(cfg)
+
+
+def test_batch_arithmetic():
+    got = sizes(episodes=1024, prompts_per_update=128, minibatches=2, micro_batch_size=16)
+    assert (got.rollout, got.minibatch, got.micro_batch, got.updates, got.optimizer_steps) == (128, 64, 16, 8, 64)
+    assert sizes().updates == 1953  # the paper's
+
+
+@pytest.mark.parametrize(
+    "batch, words",
+    [
+        (dict(episodes=1000, prompts_per_update=512), ["batch.episodes = 1000", "512", "use 512 or 1024"]),
+        (dict(episodes=100, prompts_per_update=512), ["batch.episodes = 100", "512"]),
+        (dict(episodes=0, prompts_per_update=512), ["batch.episodes"]),
+        (dict(episodes=512, prompts_per_update=0), ["batch.prompts_per_update"]),
+        (dict(episodes=512, prompts_per_update=512, minibatches=5), ["batch.minibatches = 5"]),
+        (dict(episodes=512, prompts_per_update=512, micro_batch_size=100), ["batch.micro_batch_size = 100"]),
+        (dict(episodes=-512, prompts_per_update=512), ["batch.episodes"]),
+    ],
+)
+def test_inexact_batches_are_refused_by_name(batch, words):
+    with pytest.raises(UserError) as caught:
+        sizes(**batch)
+    for word in words:
+        assert word in str(caught.value)
