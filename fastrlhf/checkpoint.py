@@ -142,7 +142,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 def _verify(path: Path) -> None:
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as err:
+    except (OSError, ValueError) as err:
         raise UserError(
             f"checkpoint {path} is damaged (manifest.json); remove the folder to go on from the one before"
         ) from err
@@ -181,13 +181,16 @@ def load_checkpoint(
 
 
 def _load_module(module: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
-    missing, unexpected = module.load_state_dict(tensors, strict=False)
-    named = {id(p) for n, p in module.named_parameters(remove_duplicate=False) if n in tensors}
-    missing = [n for n in missing if id(module.get_parameter(n)) not in named]
+    ours = _unique(module)
+    missing, unexpected = sorted(ours.keys() - tensors.keys()), sorted(tensors.keys() - ours.keys())
     if missing or unexpected:
         raise UserError(
             f"checkpoint {where} does not fit the model: missing {missing[:2]}, unexpected {unexpected[:2]}"
         )
+    other = [name for name, tensor in ours.items() if tensor.shape != tensors[name].shape]
+    if other:
+        raise UserError(f"checkpoint {where} does not fit the model: {other[0]} has another shape")
+    module.load_state_dict(tensors, strict=False)  # the second name of a tied tensor is not in the file
 
 
 def _restore_random(

@@ -117,9 +117,11 @@ def _check_flags(argv: Sequence[str]) -> None:
 
 def _to_config(parser: ArgumentParser, namespace: Namespace) -> Config:
     tree = parser.instantiate(namespace)
-    values = {field.name: tree[field.name] for field in dataclasses.fields(Config)}
-    cfg = Config(**{k: v.as_dict() if isinstance(v, Namespace) else v for k, v in values.items()})
-    return cfg
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(Config):
+        value = tree[field.name]
+        values[field.name] = value.as_dict() if isinstance(value, Namespace) else value
+    return Config(**values)
 
 
 def _one_line(err: Exception) -> str:

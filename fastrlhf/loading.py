@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastrlhf.config import Config
 from fastrlhf.data import prepare as data
-from fastrlhf.models import ScalarModel, check_head, load_policy, load_scalar_model, resolve_device
+from fastrlhf.models import ScalarModel, check_head, load_policy, load_scalar_model, move
 from fastrlhf.scoring import call_reward_function, load_reward_function
 
 __all__ = ["load_ready", "load_reward", "score_function"]
@@ -16,7 +16,7 @@ __all__ = ["load_ready", "load_reward", "score_function"]
 
 def load_ready(path: str, cfg: Config) -> PreTrainedModel:
     """The policy at `path`, on `cfg.model.device`, its output projection proven."""
-    policy = load_policy(path, cfg.model, attn=cfg.attn).to(resolve_device(cfg.model.device))
+    policy = move(load_policy(path, cfg.model, attn=cfg.attn), cfg.model.device)
     check_head(policy)
     return policy
 
@@ -25,7 +25,7 @@ def load_reward(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> ScalarModel:
     """The frozen reward model at `cfg.ppo.reward_model`, which must share the policy's tokenizer."""
     path = str(cfg.ppo.reward_model)
     data.check_same_tokenizer(path, tokenizer, cfg)
-    model = load_scalar_model(path, cfg.model, attn=cfg.attn).to(resolve_device(cfg.model.device))
+    model = move(load_scalar_model(path, cfg.model, attn=cfg.attn), cfg.model.device)
     return model.requires_grad_(False).eval()
 
 

@@ -114,7 +114,8 @@ def _cut(path: Path, stage: str, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    # Not splitlines: a Unicode line separator inside a sample is not the end of a row.
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
         except json.JSONDecodeError:

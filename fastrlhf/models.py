@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from fastrlhf_kernels import linear_token_logprobs
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -30,11 +31,15 @@ __all__ = [
     "hidden_states",
     "load_policy",
     "load_scalar_model",
+    "move",
     "packed_logprobs",
     "policy_from_config",
     "resolve_device",
     "scalar_from_policy",
 ]
+
+
+Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -50,13 +55,18 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def move(model: Model, device: str) -> Model:
+    """`model` on the device that `resolve_device` makes of the name."""
+    return cast(Model, nn.Module.to(model, resolve_device(device)))
+
+
 def disable_dropout(model: nn.Module) -> None:
     """Dropout off everywhere (REFERENCE item 7): log-probabilities are reproducible and the first ratio is 1."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         elif isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # read by the attention functions at every call
+            module.attention_dropout = 0.0  # type: ignore[assignment]  # read by the attention functions at every call
 
 
 def _attn(attn: str) -> dict[str, str]:
@@ -117,7 +127,7 @@ def load_policy(path: str, cfg: ModelConfig, *, attn: str = "auto", field: str =
     """
     _require(path, field)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
             path,
             dtype=_dtype(cfg.dtype),
             trust_remote_code=cfg.trust_remote_code,
@@ -125,11 +135,22 @@ def load_policy(path: str, cfg: ModelConfig, *, attn: str = "auto", field: str =
             output_loading_info=True,
             **_attn(attn),
         )
-    except (OSError, ValueError, KeyError) as err:
+    except (OSError, ValueError, KeyError, SafetensorError) as err:
         raise UserError(f"{field}: cannot load a causal language model from {path}: {_first_line(err)}") from err
     _refuse_incomplete(info, path, field)
+    return _ready(model)
+
+
+def _ready(model: PreTrainedModel) -> PreTrainedModel:
+    """Dropout off, and the weights in memory of their own.
+
+    As loaded they are a view into the file, at whatever address its header leaves them: matrix products over such
+    addresses are slower and end in other bits than those of the model that was saved.
+    """
     disable_dropout(model)
-    return cast(PreTrainedModel, model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
 
 
 def _refuse_incomplete(info: dict[str, Any], path: str, field: str, allow_unexpected: bool = True) -> None:
@@ -218,7 +239,7 @@ def scalar_from_policy(policy: PreTrainedModel, *, generator: torch.Generator) -
         model.scalar_head.weight.copy_(torch.randn(1, hidden, generator=generator) * std)
         model.scalar_head.bias.zero_()
     first = next(policy.parameters())
-    model.to(dtype=first.dtype, device=first.device)
+    nn.Module.to(model, first.device, first.dtype)
     model.lm_backbone.config._attn_implementation = policy.config._attn_implementation
     disable_dropout(model)
     return model
@@ -235,14 +256,13 @@ def load_scalar_model(
             raise UserError(
                 f"{field}: {path} is not a reward model written by `fastrlhf reward` (no base_config in config.json)"
             )
-        model, info = ScalarModel.from_pretrained(
+        model, info = cast(Any, ScalarModel).from_pretrained(
             path, config=config, dtype=_dtype(cfg.dtype), use_safetensors=True, output_loading_info=True, **_attn(attn)
         )
-    except (OSError, ValueError, KeyError) as err:
+    except (OSError, ValueError, KeyError, SafetensorError) as err:
         raise UserError(f"{field}: cannot load a reward model from {path}: {_first_line(err)}") from err
     _refuse_incomplete(info, path, field, allow_unexpected=False)
-    disable_dropout(model)
-    return cast(ScalarModel, model)
+    return cast(ScalarModel, _ready(model))
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -294,7 +314,7 @@ def check_head(policy: PreTrainedModel, field: str = "model.path") -> None:
         raise UserError(f"{field}: {type(policy).__name__} has no output projection; use a causal language model")
     training = policy.training
     policy.eval()
-    vocab = policy.get_input_embeddings().weight.shape[0]
+    vocab = cast(nn.Embedding, policy.get_input_embeddings()).weight.shape[0]
     ids_BL = (torch.arange(8, device=policy.device) * 37 % vocab)[None]
     logits = policy(input_ids=ids_BL, use_cache=False).logits.float()
     logprobs = torch.log_softmax(logits[0, :-1], -1).gather(1, ids_BL[0, 1:, None])[:, 0]

@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from fastrlhf.checkpoint import named_generator
 from fastrlhf.config import BatchSizes, Config
@@ -28,11 +29,11 @@ from fastrlhf.data import prepare as data
 from fastrlhf.errors import UserError
 from fastrlhf.evaluate.compare import Judge, compare, measure
 from fastrlhf.loading import load_ready, load_reward, score_function
-from fastrlhf.models import check_head, frozen_copy, policy_from_config, resolve_device, scalar_from_policy
+from fastrlhf.models import check_head, frozen_copy, move, policy_from_config, scalar_from_policy
 from fastrlhf.ppo import PPOModels
 from fastrlhf.ppo_loop import train_ppo
 from fastrlhf.reward import accuracy, normalize, train_reward
-from fastrlhf.run_folder import RunFolder, atomic_write_text
+from fastrlhf.run_folder import RunFolder, atomic_write_text, disk_errors
 from fastrlhf.scoring import load_reward_function
 from fastrlhf.sft import evaluate_sft, train_sft
 
@@ -109,7 +110,8 @@ def pipeline_in(run: RunFolder, cfg: Config, *, judge: Judge | None = None) -> d
         after_sft.ppo.reward_model = str(run.path / "reward" / "model")
     done["ppo"] = _stage(after_sft, run, "ppo", _ppo)
     began = time.perf_counter()
-    summary = compare(after_sft, run, judge)
+    with disk_errors(run.path):
+        summary = compare(after_sft, run, judge)
     seconds = {name: metrics.pop("seconds") for name, metrics in done.items()}
     seconds["evaluate"] = time.perf_counter() - began
     summary["sft"] |= done["sft"]
@@ -180,7 +182,9 @@ def _stage(
         print(f"{name}: already done", flush=True)
         return json.loads(done.read_text(encoding="utf-8"))
     began = time.perf_counter()
-    metrics = work(cfg, run.stage(name))
+    disable_progress_bar()  # of loading weights: it would run into our own
+    with disk_errors(run.path / name):
+        metrics = work(cfg, run.stage(name))
     metrics["seconds"] = time.perf_counter() - began
     atomic_write_text(done, json.dumps(metrics, indent=2) + "\n")
     return metrics
@@ -215,7 +219,8 @@ def _sft(cfg: Config, run: RunFolder) -> dict[str, Any]:
             dtype=cfg.model.dtype,
             attn=cfg.attn,
             seed=seed,
-        ).to(resolve_device(cfg.model.device))
+        )
+        policy = move(policy, cfg.model.device)
         check_head(policy, "model.from_scratch")
     data.check_vocabulary(policy, tokenizer)
     before = evaluate_sft(policy, heldout[: cfg.sft.eval_rows], cfg) if cfg.sft.eval_rows else None
@@ -266,6 +271,7 @@ def _ppo(cfg: Config, run: RunFolder) -> dict[str, Any]:
 def run_evaluate(cfg: Config) -> dict[str, Any]:
     """Sample the policy at `cfg.model.path` on held-out prompts; writes summary.json and samples.jsonl."""
     _check(cfg, ("evaluate",))
+    disable_progress_bar()
     with _open_run(cfg, "evaluate") as run:
         tokenizer = data.load_tokenizer_of(cfg)
         policy = load_ready(str(cfg.model.path), cfg)

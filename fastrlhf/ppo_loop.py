@@ -18,12 +18,14 @@ from fastrlhf.checkpoint import StopSignal, latest_checkpoint, load_checkpoint, 
 from fastrlhf.config import BatchSizes, Config
 from fastrlhf.data.batching import PromptStream
 from fastrlhf.data.tokenize import PromptExample
+from fastrlhf.errors import UserError
 from fastrlhf.evaluate.sampling import Samples, sample
 from fastrlhf.metrics import Metrics
 from fastrlhf.ppo import Experience, PPOModels, Settings, make_experience, optimize, score
 from fastrlhf.recording import Recorder
+from fastrlhf.rollout.decode import NotFiniteError
 from fastrlhf.run_folder import RunFolder
-from fastrlhf.training import Interrupted, adamw, require_finite
+from fastrlhf.training import Interrupted, adamw, diverged, require_finite, require_finite_weights
 
 __all__ = ["ppo_settings", "train_ppo"]
 
@@ -60,21 +62,25 @@ def train_ppo(
     generators = {name: named_generator(cfg.seed, f"ppo/{name}") for name in ("prompts", "sample", "minibatch")}
     stream = PromptStream(len(prompts), generators["prompts"])
     done = 0
+    last: dict[str, float] = {}
     checkpoint = latest_checkpoint(run.checkpoints) if cfg.resume else None
     if checkpoint is not None:
         state = load_checkpoint(checkpoint, modules=dict(trained.items()), optimizer=optimizer, generators=generators)
-        done = state["update"]
-        stream.load_state_dict(state["prompts"])
-    last: dict[str, float] = {}
+        done, last = state["update"], state["last"]
+        try:
+            stream.load_state_dict(state["prompts"])
+        except ValueError as err:
+            raise UserError(f"resume: ppo: {err}; restore the data") from err
 
     def save() -> Path:
+        require_finite_weights(trained, "ppo", done, latest_checkpoint(run.checkpoints))
         return save_checkpoint(
             run.checkpoints,
             done,
             modules=dict(trained.items()),
             optimizer=optimizer,
             generators=generators,
-            state={"update": done, "prompts": stream.state_dict()},
+            state={"update": done, "prompts": stream.state_dict(), "last": last},
             keep=cfg.checkpoint.keep,
         )
 
@@ -90,14 +96,17 @@ def train_ppo(
                 group["lr"] = lr
             # 1. Rollout: sample, then score with the frozen and the trained models.
             batch = [prompts[i] for i in stream.take(sizes.rollout)]
-            samples = sample(
-                models.policy,
-                tokenizer,
-                [p.query for p in batch],
-                cfg,
-                temperature=cfg.rollout.temperature,
-                generator=generators["sample"],
-            )
+            try:
+                samples = sample(
+                    models.policy,
+                    tokenizer,
+                    [p.query for p in batch],
+                    cfg,
+                    temperature=cfg.rollout.temperature,
+                    generator=generators["sample"],
+                )
+            except NotFiniteError as err:
+                diverged(f"ppo: {err} of update {done + 1}", latest_checkpoint(run.checkpoints))
             clock.lap("generate")
             given = None
             if score_function is not None:
@@ -141,6 +150,7 @@ def train_ppo(
                     raise Interrupted(
                         f"ppo stopped at update {done} of {sizes.updates}; checkpoint {saved}; go on with --resume"
                     )
+    require_finite_weights(trained, "ppo", done, latest_checkpoint(run.checkpoints))
     return last
 
 

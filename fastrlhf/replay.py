@@ -337,9 +337,9 @@ class _Observer:
         stats = {"ratio_mean": got.stats["ratio"], **got.stats}
         if self.unmasked:
             stats |= self._unmasked(got)
-        for name, value in recorded.items():
+        for name, wanted in recorded.items():
             if name in stats:
-                self.errors.add(name, stats[name], value)
+                self.errors.add(name, stats[name], wanted)
 
     def _unmasked(self, got: MicroBatch) -> dict[str, Tensor]:
         """The reference's means over all slots: masked ones count as ratio 1 and difference 0."""

@@ -82,7 +82,7 @@ def accuracy(model: ScalarModel, examples: Sequence[PreferenceExample], cfg: Con
 
 @torch.no_grad()
 def normalize(model: ScalarModel, examples: Sequence[SFTExample], cfg: Config) -> float:
-    """Shift the rewards so that the SFT references average 0 (REFERENCE item 15); returns the bias, now in the config."""
+    """Shift the rewards so that the SFT references average 0 (REFERENCE item 15); returns the config's new bias."""
     rows = [np.concatenate([e.query, e.response]) for e in examples]
     total = torch.zeros((), dtype=torch.float64, device=model.scalar_head.weight.device)
     for group in micro_batches([len(r) for r in rows], cfg.batch.tokens_per_forward):

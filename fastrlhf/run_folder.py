@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,12 +31,25 @@ def disk_errors(what: Path | str) -> Iterator[None]:
     """Turn a full disk or an unwritable folder into a `UserError`."""
     try:
         yield
-    except OSError as err:
-        if err.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"no disk space left while writing {what}; free some and go on with --resume") from err
-        if err.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
-            raise UserError(f"cannot write {what}: {err.strerror}; choose another output_dir") from err
+    except UserError:
         raise
+    except Exception as err:
+        number = _errno(err)
+        if number in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                f"no disk space left while writing {what}; free some and start again (--resume goes on from the last "
+                "checkpoint)"
+            ) from err
+        if number in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
+            raise UserError(f"cannot write {what}: {os.strerror(number)}; choose another output_dir") from err
+        raise
+
+
+def _errno(err: Exception) -> int | None:
+    if isinstance(err, OSError):
+        return err.errno
+    found = re.search(r"os error (\d+)", str(err))  # safetensors and tokenizers put the number into a text
+    return int(found[1]) if found else None
 
 
 def atomic_write_text(path: Path, text: str) -> None:
@@ -55,6 +70,7 @@ class RunFolder:
     root: Path
     path: Path
     _lock: IO[str] | None = field(default=None, repr=False)
+    _new: bool = False
 
     @property
     def checkpoints(self) -> Path:
@@ -80,9 +96,12 @@ class RunFolder:
         else:
             root = _new(cfg, command)
         lock = _lock(root)
-        if not (root / "config.yaml").exists():
+        if not cfg.resume:
+            if (root / "config.yaml").exists():  # another process was faster between the look and the lock
+                lock.close()
+                raise UserError(f"output_dir: another run has just started in {root}; choose another folder")
             atomic_write_text(root / "config.yaml", config_yaml)
-        return RunFolder(root, root, lock)
+        return RunFolder(root, root, lock, not cfg.resume)
 
     def __enter__(self) -> RunFolder:
         return self
@@ -90,6 +109,8 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._new and error is not None and not (self.root / "metrics.jsonl").exists():
+            shutil.rmtree(self.root, ignore_errors=True)  # refused before the first step: the name stays free
         if self._lock is not None:
             self._lock.close()  # closing releases the lock
 
@@ -99,7 +120,8 @@ def _new(cfg: Config, command: str) -> Path:
         root = Path(cfg.output_dir)
         if root.exists() and not root.is_dir():
             raise UserError(f"output_dir: {root} is a file; choose another folder")
-        if root.exists() and any(root.iterdir()):
+        # A kill may have left the lock before config.yaml was there; that is no run yet.
+        if root.exists() and any(p.name not in (".lock", ".tmp-config.yaml") for p in root.iterdir()):
             raise UserError(f"output_dir: {root} is not empty; go on with it by --resume, or choose another folder")
         with disk_errors(root):
             root.mkdir(parents=True, exist_ok=True)
@@ -123,7 +145,10 @@ def _existing(cfg: Config, config_yaml: str) -> Path:
     root = Path(cfg.output_dir)
     if not (root / "config.yaml").is_file():
         raise UserError(f"resume: {root} is not a run folder (it has no config.yaml)")
-    saved = _flat(yaml.safe_load((root / "config.yaml").read_text(encoding="utf-8")))
+    try:
+        saved = _flat(yaml.safe_load((root / "config.yaml").read_text(encoding="utf-8")))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as err:
+        raise UserError(f"resume: {root}/config.yaml cannot be read; it was changed or damaged") from err
     given = _flat(yaml.safe_load(config_yaml))
     changed = sorted(
         k for k in saved.keys() | given.keys() if saved.get(k) != given.get(k) and not k.startswith(_MAY_CHANGE)

@@ -32,6 +32,8 @@ def load_reward_function(spec: str) -> RewardFunction:
         raise UserError(
             f"ppo.reward_function: cannot import {module_name!r} ({err}); run from the folder that holds it"
         ) from err
+    except Exception as err:  # the user's module can raise anything
+        raise UserError(f"ppo.reward_function: importing {module_name!r} raised {_brief(err)}") from err
     function = getattr(module, name, None)
     if not callable(function):
         raise UserError(f"ppo.reward_function: {module_name!r} has no function {name!r}")
@@ -47,9 +49,7 @@ def call_reward_function(function: RewardFunction, prompts: list[str], responses
         got = function(prompts, responses)
     except Exception as err:  # the user's code can raise anything; the row is found by calling it alone
         row = _first_failing(function, prompts, responses)
-        raise UserError(
-            f"ppo.reward_function raised {type(err).__name__}: {err}{_at(row, prompts, responses)}"
-        ) from err
+        raise UserError(f"ppo.reward_function raised {_brief(err)}{_at(row, prompts, responses)}") from err
     try:
         values = list(got)
     except TypeError as err:
@@ -70,6 +70,10 @@ def call_reward_function(function: RewardFunction, prompts: list[str], responses
             raise UserError(f"ppo.reward_function returned {number}{_at(row, prompts, responses)}")
         out.append(number)
     return out
+
+
+def _brief(err: Exception) -> str:
+    return " ".join(f"{type(err).__name__}: {err}".split())
 
 
 def _first_failing(function: RewardFunction, prompts: list[str], responses: list[str]) -> int | None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,16 @@ from fastrlhf.errors import UserError
 from fastrlhf.metrics import Metrics
 from fastrlhf.run_folder import RunFolder
 
-__all__ = ["Interrupted", "StepResult", "adamw", "cosine", "fit", "require_finite"]
+__all__ = [
+    "Interrupted",
+    "StepResult",
+    "adamw",
+    "cosine",
+    "diverged",
+    "fit",
+    "require_finite",
+    "require_finite_weights",
+]
 
 
 class Interrupted(Exception):
@@ -51,10 +60,21 @@ def require_finite(values: dict[str, float], names: Sequence[str], stage: str, s
     """Raise `UserError` naming the step if one of `names` is not finite."""
     for name in names:
         if not math.isfinite(values[name]):
-            where = f"the last good checkpoint is {kept}" if kept else "there is no checkpoint yet"
-            raise UserError(
-                f"{stage}: {name} is {values[name]} at step {step}; {where}; lower the learning rate or check the data"
-            )
+            diverged(f"{stage}: {name} is {values[name]} at step {step}", kept)
+
+
+def require_finite_weights(module: nn.Module, stage: str, step: int, kept: Path | None) -> None:
+    """Raise `UserError` naming the step and a weight that is not finite; asked before weights are saved."""
+    named = list(module.named_parameters())
+    bad = torch.stack([~p.detach().isfinite().all() for _, p in named]).tolist()
+    if any(bad):
+        diverged(f"{stage}: {named[bad.index(True)][0]} is not finite after step {step}", kept)
+
+
+def diverged(what: str, kept: Path | None) -> NoReturn:
+    """Raise the `UserError` of a run whose numbers are no longer finite."""
+    where = f"the last good checkpoint is {kept}" if kept else "there is no checkpoint yet"
+    raise UserError(f"{what}; {where}; lower the learning rate or check the data")
 
 
 def fit(
@@ -79,23 +99,26 @@ def fit(
     shuffle = named_generator(cfg.seed, f"{stage}/shuffle")
     order: list[int] = []
     step = 0
+    last: dict[str, float] = {}
     checkpoint = latest_checkpoint(run.checkpoints) if cfg.resume else None
     if checkpoint is not None:
         state = load_checkpoint(
             checkpoint, modules={"model": model}, optimizer=optimizer, generators={"shuffle": shuffle}
         )
-        step, order = state["step"], state["order"]
-    last: dict[str, float] = {}
+        step, order, last = state["step"], state["order"], state["last"]
+        if len(order) != n_rows:
+            raise UserError(f"resume: {stage} began with {len(order)} rows, now there are {n_rows}; restore the data")
     model.train()
 
     def save() -> Path:
+        require_finite_weights(model, stage, step, latest_checkpoint(run.checkpoints))
         return save_checkpoint(
             run.checkpoints,
             step,
             modules={"model": model},
             optimizer=optimizer,
             generators={"shuffle": shuffle},
-            state={"step": step, "order": order},
+            state={"step": step, "order": order, "last": last},
             keep=cfg.checkpoint.keep,
         )
 
@@ -124,4 +147,5 @@ def fit(
                     raise Interrupted(
                         f"{stage} stopped at step {step} of {total}; checkpoint {saved}; go on with --resume"
                     )
+    require_finite_weights(model, stage, step, latest_checkpoint(run.checkpoints))
     return last

@@ -3,11 +3,13 @@
 Usage: python trl_ppo.py CASE.json  -> one JSON line with the seconds of each update.
 """
 
+import itertools
 import json
 import resource
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -20,7 +22,7 @@ from transformers import (
 )
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-case = json.load(open(sys.argv[1]))
+case = json.loads(Path(sys.argv[1]).read_text())
 torch.set_num_threads(case["threads"])
 torch.manual_seed(1)
 tokenizer = AutoTokenizer.from_pretrained(case["tokenizer"], padding_side="left")
@@ -74,6 +76,6 @@ with tempfile.TemporaryDirectory() as folder:
         callbacks=[Clock()],
     )
     trainer.train()
-seconds = [b - a for a, b in zip(stamps, stamps[1:])]
+seconds = [b - a for a, b in itertools.pairwise(stamps)]
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(json.dumps({"seconds": seconds, "peak_bytes": peak, "torch": torch.__version__}))

@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastrlhf.config import Config
@@ -139,7 +140,7 @@ def heldout_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> Heldout:
         rows = read(cfg, "sft").heldout[: cfg.evaluate.rows]
         examples, _ = tokenize_sft(rows, tokenizer, cfg.data)
         prompts, _ = tokenize_prompts(rows, tokenizer, cfg.data)
-        references = tokenizer.batch_decode([e.response for e in examples], skip_special_tokens=True)
+        references = tokenizer.batch_decode([e.response.tolist() for e in examples], skip_special_tokens=True)
         return Heldout([p.query for p in prompts], [p.text for p in prompts], references)
     rows = read(cfg, "prompts").heldout[: cfg.evaluate.rows]
     prompts, _ = tokenize_prompts(rows, tokenizer, cfg.data)
@@ -154,10 +155,11 @@ def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a tokenizer with more ids than the model embeds."""
-    have = model.get_input_embeddings().weight.shape[0]
+    have = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
     if vocab_size(tokenizer) > have:
         raise UserError(
-            f"model.tokenizer has {vocab_size(tokenizer)} ids, but the model embeds {have}; use the model's own tokenizer"
+            f"model.tokenizer has {vocab_size(tokenizer)} ids, but the model embeds {have}; "
+            "use the model's own tokenizer"
         )
 
 

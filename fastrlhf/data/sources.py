@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
+from fastrlhf.data.tldr import format_query
 from fastrlhf.errors import UserError
 
 __all__ = ["Row", "is_local", "load_rows", "split_heldout"]
@@ -22,8 +24,9 @@ TLDR = ("subreddit", "title", "post")
 _SUFFIXES = (".jsonl", ".parquet", ".csv")
 _NEEDED = {
     "sft": "prompt and completion, messages, or subreddit, title, post and summary",
-    "preferences": "prompt, chosen and rejected (chat conversations may leave out prompt), or subreddit, title, post, chosen and rejected",
-    "prompts": "prompt, or subreddit, title and post",
+    "preferences": "prompt, chosen and rejected (chat conversations may leave out prompt), or subreddit, title, post, "
+    "chosen and rejected",
+    "prompts": "prompt, messages, or subreddit, title and post",
 }
 
 
@@ -41,8 +44,9 @@ class Row:
     rejected: Text | None = None
 
     def key(self) -> str:
-        """What identifies the prompt."""
-        return json.dumps(self.prompt if self.tldr is None else self.tldr, sort_keys=True, ensure_ascii=False)
+        """What identifies the prompt: its text or messages, whatever columns it came from."""
+        prompt = self.prompt if self.tldr is None else format_query(self.tldr)
+        return json.dumps(prompt, sort_keys=True, ensure_ascii=False)
 
 
 def is_local(source: str) -> bool:
@@ -56,7 +60,9 @@ def load_rows(source: str, *, kind: Kind, split: str, field: str) -> list[Row]:
 
     Raises `UserError` for a missing or unreadable source, wrong columns, a bad row, or no rows at all.
     """
-    records = _local(Path(source).expanduser(), field) if is_local(source) else _hub(source, split, field)
+    if not source:
+        raise UserError(f"{field} is empty; name a hub id or a .jsonl, .parquet or .csv file")
+    records = _local(Path(os.path.expanduser(source)), field) if is_local(source) else _hub(source, split, field)
     rows = [_row(record, kind, where, field) for where, record in records]
     if not rows:
         raise UserError(f"{field}: {source} has no rows")
@@ -92,8 +98,10 @@ def _jsonl(path: Path, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
                     if not line:
                         continue
                     record = json.loads(line)
-                except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as err:
-                    raise UserError(f"{field}: {where} is not valid JSON ({err})") from err
+                except (ValueError, RecursionError) as err:  # ValueError: bad UTF-8 or JSON, or a number too long
+                    raise UserError(
+                        f"{field}: {where} is not valid JSON ({_brief(err)}); mend or remove the line"
+                    ) from err
                 if not isinstance(record, dict):
                     raise UserError(f"{field}: {where} is a JSON {type(record).__name__}, not an object")
                 yield where, record
@@ -101,7 +109,11 @@ def _jsonl(path: Path, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise UserError(f"{field}: cannot read {path}: {err.strerror}") from err
 
 
-def _table(table: Any, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _table(table: Any, path: Path, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    names = table.column_names
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UserError(f"{field}: {path} has more than one column {twice[0]!r}; rename or remove one")
     number = 0
     for batch in table.to_batches(max_chunksize=4096):
         for record in batch.to_pylist():
@@ -117,7 +129,7 @@ def _parquet(path: Path, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as err:
         raise UserError(f"{field}: {path} is not a readable parquet file ({_brief(err)})") from err
-    yield from _table(table, path)
+    yield from _table(table, path, field)
 
 
 def _csv(path: Path, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -125,33 +137,56 @@ def _csv(path: Path, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     import pyarrow.csv
 
     try:
-        head = pyarrow.csv.read_csv(path, parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True))
+        # A row must not be longer than a block (1 MiB by default), so the file is one block, up to Arrow's limit.
+        read = pyarrow.csv.ReadOptions(block_size=min(max(path.stat().st_size, 1 << 20), (1 << 31) - 1))
+        parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
+        head = pyarrow.csv.read_csv(path, read_options=read, parse_options=parse)
         # Everything is text: a summary that happens to be "12" or "null" is still a summary.
         types = dict.fromkeys(head.column_names, pyarrow.string())
         table = pyarrow.csv.read_csv(
             path,
-            parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
+            read_options=read,
+            parse_options=parse,
             convert_options=pyarrow.csv.ConvertOptions(column_types=types, strings_can_be_null=False),
         )
     except (pyarrow.ArrowException, OSError) as err:
         raise UserError(f"{field}: {path} is not a readable CSV file with a header line ({_brief(err)})") from err
-    yield from _table(table, path)
+    yield from _table(table, path, field)
 
 
 def _hub(source: str, split: str, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetNotFoundError
+    from datasets.exceptions import DatasetsError
 
     try:
-        dataset = load_dataset(source, split=split)
-    except (DatasetNotFoundError, FileNotFoundError, ConnectionError, OSError) as err:
+        dataset = _open_hub(source, split)
+    except OSError as err:
         raise UserError(
-            f"{field}: {source} is neither a file here nor a data set that can be reached or is cached ({_brief(err)})"
+            f"{field}: {source} is neither a file here nor a data set that can be reached or is cached "
+            f"({_brief(err)}); check the name and the network"
         ) from err
-    except ValueError as err:
-        raise UserError(f"{field}: cannot load split {split!r} of {source} ({_brief(err)})") from err
+    except (DatasetsError, ValueError, RuntimeError) as err:
+        cause = err.__cause__ or err
+        raise UserError(
+            f"{field}: cannot load split {split!r} of {source} ({_brief(cause)}); "
+            "choose another split or mend the data set"
+        ) from err
     for number, record in enumerate(dataset, 1):
         yield f"{source}[{split}] row {number}", record
+
+
+def _open_hub(source: str, split: str) -> Any:
+    from datasets import load_dataset
+    from huggingface_hub import snapshot_download
+
+    try:
+        return load_dataset(source, split=split)
+    except OSError as unreachable:
+        # Offline, `datasets` knows only what it has converted itself, not the hub's own cache of downloaded files.
+        try:
+            folder = snapshot_download(source, repo_type="dataset", local_files_only=True)
+        except (OSError, ValueError):
+            raise unreachable from None
+    return load_dataset(folder, split=split)
 
 
 def _brief(err: BaseException) -> str:
@@ -165,7 +200,7 @@ def _row(record: Mapping[str, Any], kind: Kind, where: str, field: str) -> Row:
     got = {k: v for k, v in record.items() if v is not None}
     tldr = None
     if "prompt" not in got and all(name in got for name in TLDR):
-        tldr = {name: cast(str, _text(got[name], name, where, field, empty=name != "prompt")) for name in TLDR}
+        tldr = {name: _tldr_field(got[name], name, where, field) for name in TLDR}
     prompt = None if tldr is not None else got.get("prompt")
     parts: dict[str, Any] = {}
     if kind == "sft":
@@ -174,6 +209,8 @@ def _row(record: Mapping[str, Any], kind: Kind, where: str, field: str) -> Row:
         parts = {"chosen": got.get("chosen"), "rejected": got.get("rejected")}
         if prompt is None and tldr is None and all(isinstance(p, list) for p in parts.values()):
             prompt, parts["chosen"], parts["rejected"] = _common_prefix(parts["chosen"], parts["rejected"])
+    elif prompt is None and tldr is None:
+        prompt = _unanswered(got.get("messages"))
     missing = [name for name, value in parts.items() if value is None]
     if missing or (prompt is None and tldr is None):
         nulls = [k for k, v in record.items() if v is None]
@@ -194,6 +231,13 @@ def _completion(got: Mapping[str, Any], prompt: Any, tldr: Any) -> tuple[Any, An
     return prompt, got.get("completion")
 
 
+def _unanswered(messages: Any) -> Any:
+    """The conversation without an answer at its end, so that chat SFT rows serve as prompts too."""
+    if not isinstance(messages, list) or not messages or not _is_message(messages[-1]):
+        return None
+    return messages[:-1] or None if messages[-1]["role"] == "assistant" else messages
+
+
 def _common_prefix(chosen: list[Any], rejected: list[Any]) -> tuple[list[Any] | None, list[Any], list[Any]]:
     n = 0
     while n < min(len(chosen), len(rejected)) - 1 and chosen[n] == rejected[n]:
@@ -201,16 +245,28 @@ def _common_prefix(chosen: list[Any], rejected: list[Any]) -> tuple[list[Any] | 
     return chosen[:n] or None, chosen[n:], rejected[n:]
 
 
-def _text(value: Any, name: str, where: str, field: str, *, empty: bool = False) -> Text:
+def _text(value: Any, name: str, where: str, field: str) -> Text:
     if isinstance(value, str):
-        if not value.strip() and not empty:
+        if not value.strip():
             raise UserError(f"{field}: {name} of {where} is empty; remove the row or fill it")
-        if "\ud800" <= max(value, default="") <= "\udfff" or any("\ud800" <= c <= "\udfff" for c in value):
-            raise UserError(f"{field}: {name} of {where} holds half a surrogate pair, which no tokenizer can read")
-        return value
+        return _encodable(value, name, where, field)
     if isinstance(value, list) and value and all(_is_message(m) for m in value):
-        return [{"role": m["role"], "content": m["content"]} for m in value]
+        return [{k: _encodable(m[k], name, where, field) for k in ("role", "content")} for m in value]
     raise UserError(f"{field}: {name} of {where} is {type(value).__name__}; it must be text or a list of chat messages")
+
+
+def _tldr_field(value: Any, name: str, where: str, field: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{field}: {name} of {where} is {type(value).__name__}; it must be text")
+    return _encodable(value, name, where, field)
+
+
+def _encodable(text: str, name: str, where: str, field: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as err:
+        raise UserError(f"{field}: {name} of {where} holds half a surrogate pair, which no tokenizer can read") from err
+    return text
 
 
 def _is_message(message: Any) -> bool:
@@ -226,7 +282,8 @@ def split_heldout(
     """
     if not 0 < fraction < 1:
         raise UserError(f"{field} is {fraction}; it must lie between 0 and 1")
-    places = {key: _place(key) for key in {row.key() for row in rows}}
+    keys = [row.key() for row in rows]
+    places = {key: _place(key) for key in set(keys)}
     if len(places) < 2:
         raise UserError(
             f"{field}: there is only {len(places)} prompt; give evaluation rows of their own, or more prompts"
@@ -236,7 +293,8 @@ def split_heldout(
         held = {min(places, key=places.__getitem__)}
     elif len(held) == len(places):
         held.discard(max(places, key=places.__getitem__))
-    return [r for r in rows if r.key() not in held], [r for r in rows if r.key() in held]
+    train = [row for row, key in zip(rows, keys, strict=True) if key not in held]
+    return train, [row for row, key in zip(rows, keys, strict=True) if key in held]
 
 
 def _place(key: str) -> float:

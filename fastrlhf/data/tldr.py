@@ -30,16 +30,17 @@ def build_query(
     Raises `UserError` naming `where` when even an empty post does not fit.
     """
     post = fields["post"]
-    ids = tokenizer.encode(format_query(fields))
+    ids = tokenizer.encode(format_query(fields), add_special_tokens=False)
     cut = False
     while len(ids) > max_length:
         if not post:
             raise UserError(
-                f"{where}: the query has {len(ids)} tokens even without its post; raise data.max_query_length ({max_length})"
+                f"{where}: the query has {len(ids)} tokens even without its post; "
+                f"raise data.max_query_length ({max_length})"
             )
         # As the reference: to just before the last newline, wherever it is; else one character.
         newline = post.rfind("\n")
         post = post[:newline] if newline >= 0 else post[:-1]
-        ids = tokenizer.encode(format_query({**fields, "post": post}))
+        ids = tokenizer.encode(format_query({**fields, "post": post}), add_special_tokens=False)
         cut = True
     return ids, cut

@@ -75,7 +75,10 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         raise UserError(f"model.tokenizer: {path} holds no tokenizer (no tokenizer.json)")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as err:
+    except Exception as err:
+        # The tokenizers library raises a bare `Exception` for a broken file; anything else is a fault of ours.
+        if type(err) is not Exception and not isinstance(err, (OSError, ValueError, KeyError)):
+            raise
         raise UserError(
             f"model.tokenizer: cannot load a tokenizer from {path} ({' '.join(str(err).split())[:160]})"
         ) from err
@@ -167,7 +170,7 @@ def _queries(
                 ids, _ = build_query(row.tldr, tokenizer, max_length=limit, where=row.where)
             else:
                 ids = ids[-limit:]
-            texts[i] = tokenizer.decode(ids, skip_special_tokens=True)
+            texts[i] = cast(str, tokenizer.decode(ids, skip_special_tokens=True))
         if not ids:
             raise UserError(
                 f"the prompt of {row.where} has no tokens, so there is no position to predict from; remove it"
@@ -238,6 +241,6 @@ def _template(row: Row, messages: Any, tokenizer: PreTrainedTokenizerBase, *, ad
 
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    except jinja2.TemplateError as err:
+    except (jinja2.TemplateError, TypeError) as err:
         raise UserError(f"{row.where}: the tokenizer's chat template refuses the messages ({err})") from err
     return cast(str, text)

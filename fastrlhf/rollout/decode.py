@@ -19,7 +19,11 @@ from transformers import PreTrainedModel, StaticCache
 
 from fastrlhf.rollout.sampling import sample_rows
 
-__all__ = ["decode"]
+__all__ = ["NotFiniteError", "decode"]
+
+
+class NotFiniteError(RuntimeError):
+    """The model gave logits that cannot be sampled from."""
 
 
 def decode(
@@ -76,7 +80,7 @@ def decode(
         hidden_BD = step(responses_BT[:, t : t + 1], mask_BS[:, : L + t + 1], (next_position_B + t)[:, None])
     if not bool(usable_B.all()):
         row = int((~usable_B).nonzero()[0])
-        raise RuntimeError(f"logits were not finite while sampling the response to row {row} of a batch")
+        raise NotFiniteError(f"logits were not finite while sampling the response to row {row} of a batch")
     return responses_BT, logprobs_BT, lengths_B, ended_B
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -77,7 +77,12 @@ def generate(
         for start in range(0, B, rows_per_batch):
             rows = order[start : start + rows_per_batch]
             batch = [np.asarray(queries[r]) for r in rows]
-            settings = {"response_length": T, "temperature": temperature + 1e-7, "eos_id": eos_id, "pad_id": pad_id}
+            settings: dict[str, Any] = {
+                "response_length": T,
+                "temperature": temperature + 1e-7,
+                "eos_id": eos_id,
+                "pad_id": pad_id,
+            }
             if engine == "native":
                 got = decode(model, batch, None if uniforms_BT is None else uniforms_BT[rows], **settings)
             else:
@@ -119,7 +124,7 @@ def _hugging_face(
     with torch.random.fork_rng():
         if seed is not None:
             torch.manual_seed(seed)
-        sequences = model.generate(
+        sequences = cast(Any, model).generate(
             input_ids=torch.from_numpy(ids).to(device),
             attention_mask=torch.from_numpy(mask).to(device),
             generation_config=config,
@@ -152,7 +157,7 @@ class _Recorder:
 
     def result(self, responses_Bt: Tensor, response_length: int, eos_id: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         self._settle(responses_Bt[:, -1])
-        B, t = responses_Bt.shape
+        t = responses_Bt.shape[1]
         responses = torch.nn.functional.pad(responses_Bt, (0, response_length - t), value=eos_id)
         is_eos = responses_Bt == eos_id
         has_eos = is_eos.any(1)

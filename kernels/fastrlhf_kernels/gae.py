@@ -45,7 +45,7 @@ def _padded(
     delta_BT = torch.where(mask_BT, rewards_BT + gamma * next_BT - values_BT, 0.0)
     # Each slot is advantage = delta + decay * carried; outside the mask delta is 0 and decay 1: carried unchanged.
     delta_TB = delta_BT.t().contiguous()
-    decay_TB = torch.where(mask_BT.t(), gamma * lam, 1.0).to(delta_BT.dtype)
+    decay_TB = torch.ones_like(delta_TB).masked_fill_(mask_BT.t(), gamma * lam)
     for t in range(T - 2, -1, -1):
         delta_TB[t].addcmul_(decay_TB[t], delta_TB[t + 1])
     return torch.where(mask_BT, delta_TB.t(), 0.0)
@@ -68,7 +68,7 @@ def _packed(
     last_N = next_N >= ends_S[sequence_N]
     next_value_N = torch.where(last_N, bootstrap_S[sequence_N], values_N[next_N.clamp(max=N - 1)])
     carried_N = torch.where(mask_N, rewards_N + gamma * next_value_N - values_N, 0.0)
-    decay_N = torch.where(mask_N, gamma * lam, 1.0).to(carried_N.dtype).masked_fill_(last_N, 0.0)
+    decay_N = torch.ones_like(carried_N).masked_fill_(mask_N, gamma * lam).masked_fill_(last_N, 0.0)
     # Doubling: after each round a slot has summed twice as many slots after it. log2(N) rounds, whatever the
     # sequence lengths, which are on the device and so unknown here.
     k = 1

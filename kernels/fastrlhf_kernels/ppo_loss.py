@@ -122,7 +122,7 @@ class _PPOLoss(torch.autograd.Function):
             inside = (v >= low) & (v <= high)
             dvalues = error * _slope(loss1, loss2, inside) / value_normalizer
         if ctx.needs_input_grad[2]:
-            dentropy = torch.where(mask, -entropy_coef / normalizer, 0.0).to(dtype)
+            dentropy = torch.zeros_like(d).masked_fill_(mask, -entropy_coef / normalizer)
         ctx.save_for_backward(dlogprobs, dvalues, dentropy)
         ctx.vf_coef = vf_coef
         ctx.dtypes = tuple(x.dtype if x is not None else None for x in (logprobs, values, entropy))

@@ -1,0 +1,264 @@
+"""What a user can get wrong: exit code 2, one sentence that names it, nothing left behind and nothing overwritten."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+
+import pytest
+
+REWARDS = """
+def good(prompts, responses):
+    return [float(len(r)) for r in responses]
+
+def short(prompts, responses):
+    return [1.0] * (len(responses) - 1)
+
+def nan(prompts, responses):
+    return [1.0, 1.0, float("nan")] + [1.0] * (len(responses) - 3)
+
+def words(prompts, responses):
+    return [1.0] * (len(responses) - 1) + ["much"]
+
+def one(prompts, responses):
+    return 1.0
+
+def raises(prompts, responses):
+    if len(prompts) > 1 or "horse went" in prompts[0]:
+        raise KeyError("two\\nlines")
+    return [1.0]
+"""
+
+
+class Opened:
+    """Unpickling makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.fixture(scope="module")
+def bench(finished, rows, tmp_path_factory):
+    """A folder with broken copies of everything."""
+    from fastrlhf.data.tokenize import train_tokenizer
+
+    root = tmp_path_factory.mktemp("bad")
+    (root / "rewards.py").write_text(REWARDS)
+    (root / "broken_rewards.py").write_text("def f(:\n")
+    (root / "empty.jsonl").write_text("\n\n")
+    (root / "torn.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "compl\n')
+    (root / "columns.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    (root / "null.jsonl").write_text('{"prompt": "a", "completion": null}\n')
+    sft, reward = finished / "sft" / "model", finished / "reward" / "model"
+
+    copy = shutil.copytree(sft, root / "no_eos")
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    settings.pop("eos_token")
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+
+    copy = shutil.copytree(sft, root / "no_config")
+    (copy / "config.json").unlink()
+
+    for source, name in ((sft, "pickle"), (reward, "pickle_reward")):
+        copy = shutil.copytree(source, root / name)
+        (copy / "model.safetensors").unlink()
+        (copy / "pytorch_model.bin").write_bytes(pickle.dumps({"w": Opened(str(root / "unpickled"))}))
+
+    copy = shutil.copytree(sft, root / "torn_weights")
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+    copy = shutil.copytree(reward, root / "other_tokenizer")
+    train_tokenizer(["quite other words in here"] * 3, 270, copy)
+
+    (root / "file").write_text("a file")
+    run = root / "run"
+    shutil.copytree(finished, run)
+    return root
+
+
+# name: command, overrides ({} is the folder of `bench`), words of the sentence
+CASES = {
+    "missing file": ("sft", {"data.sft": "{}/emty.jsonl"}, ["data.sft", "emty.jsonl does not exist", "empty.jsonl?"]),
+    "missing pairs": ("run", {"data.preferences": None}, ["data.preferences is not set"]),
+    "wrong columns": ("sft", {"data.sft": "{}/columns.jsonl"}, ["data.sft", ":1", "question", "prompt and completion"]),
+    "null column": ("sft", {"data.sft": "{}/null.jsonl"}, ["data.sft", ":1", "completion"]),
+    "empty data": ("sft", {"data.sft": "{}/empty.jsonl"}, ["data.sft", "empty.jsonl has no rows"]),
+    "invalid JSON": ("sft", {"data.sft": "{}/torn.jsonl"}, ["data.sft", "torn.jsonl:2 is not valid JSON"]),
+    "unknown model type": ("sft", {"model.from_scratch": {"model_type": "gpt_nixx"}}, ["model type 'gpt_nixx'"]),
+    "no model": ("sft", {"model.from_scratch": None}, ["model.path is not set"]),
+    "model folder missing": ("reward", {"model.path": "{}/nowhere"}, ["nowhere"]),
+    "no config.json": ("reward", {"model.path": "{}/no_config"}, ["model.path", "no_config", "no config.json"]),
+    "no EOS": ("ppo", {"model.path": "{}/no_eos", "ppo.reward_function": "rewards:good"}, ["no_eos", "no EOS token"]),
+    "pickle": ("reward", {"model.path": "{}/pickle"}, ["model.path", "/pickle"]),
+    "pickled reward model": ("ppo", {"ppo.reward_model": "{}/pickle_reward"}, ["ppo.reward_model", "pickle_reward"]),
+    "torn weights": ("reward", {"model.path": "{}/torn_weights"}, ["model.path", "torn_weights"]),
+    "other tokenizer": ("ppo", {"ppo.reward_model": "{}/other_tokenizer"}, ["ppo.reward_model", "another tokenizer"]),
+    "policy as reward model": ("ppo", {"ppo.reward_model": "{}/run/sft/model"}, ["not a reward model"]),
+    "no reward": ("ppo", {}, ["ppo needs a reward"]),
+    "function: form": ("ppo", {"ppo.reward_function": "rewards"}, ["'rewards' is not of the form module:name"]),
+    "function: module": ("ppo", {"ppo.reward_function": "no_such:f"}, ["cannot import 'no_such'"]),
+    "function: syntax": ("ppo", {"ppo.reward_function": "broken_rewards:f"}, ["broken_rewards", "SyntaxError"]),
+    "function: name": ("ppo", {"ppo.reward_function": "rewards:god"}, ["'rewards' has no function 'god'"]),
+    "function: length": ("ppo", {"ppo.reward_function": "rewards:short"}, ["7 values for 8 responses"]),
+    "function: NaN": ("ppo", {"ppo.reward_function": "rewards:nan"}, ["returned nan at row 2 (prompt ending 'The"]),
+    "function: text": ("ppo", {"ppo.reward_function": "rewards:words"}, ["returned 'much', not a number at row 7"]),
+    "function: scalar": ("ppo", {"ppo.reward_function": "rewards:one"}, ["returned float"]),
+    "function: exception": ("ppo", {"ppo.reward_function": "rewards:raises"}, ["KeyError: 'two\\nlines'", "row"]),
+    "output_dir under a file": ("sft", {"output_dir": "{}/file/run"}, ["cannot write", "file/run", "output_dir"]),
+    "output_dir is a file": ("sft", {"output_dir": "{}/file"}, ["output_dir", "is a file"]),
+    "existing run": ("run", {"output_dir": "{}/run"}, ["output_dir", "is not empty", "--resume"]),
+    "changed configuration": (
+        "run",
+        {"output_dir": "{}/run", "ppo.kl_coef": 0.9, "resume": True},
+        ["ppo.kl_coef is 0.9", "0.05"],
+    ),
+    "resume of nothing": ("run", {"output_dir": "{}/nothing", "resume": True}, ["resume", "is not a run folder"]),
+    "resume of what?": ("run", {"output_dir": None, "resume": True}, ["resume", "--output_dir"]),
+}  # fmt: skip
+
+
+def contents(root):
+    files = [p for p in root.rglob("*") if p.is_file() and p.name != ".lock" and "__pycache__" not in p.parts]
+    return {str(p.relative_to(root)): p.read_bytes() for p in files}
+
+
+@pytest.fixture(scope="module")
+def answers(bench, cli, tiny_config):
+    before = contents(bench)
+    jobs = []
+    for i, (command, overrides, _) in enumerate(CASES.values()):
+        given = {k: v.format(bench) if isinstance(v, str) else v for k, v in overrides.items()}
+        if command != "sft":
+            given = {"model.path": str(bench / "run" / "sft" / "model")} | given
+        if command in ("reward", "ppo"):
+            given |= {"model.from_scratch": None, "model.train_tokenizer": None}
+        elif "output_dir" in given:
+            given["model.path"] = None
+        cfg = tiny_config(bench / f"new{i}", **given)
+        jobs.append(cli.job(command, cfg, cwd=str(bench)))
+    done = cli.many(jobs)
+    return dict(zip(CASES, done, strict=True)), before, contents(bench)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_sentence_says_what_is_wrong(answers, name):
+    done = answers[0][name]
+    sentence = done.sentence()
+    assert done.rc == 2 and "Traceback" not in done.err
+    assert sentence.startswith(f"fastrlhf {CASES[name][0]}: ")
+    for word in CASES[name][2]:
+        assert word in sentence, sentence
+
+
+def test_nothing_is_left_overwritten_or_unpickled(answers, bench):
+    _, before, after = answers
+    assert after == before
+    assert not (bench / "unpickled").exists()
+    assert not (bench / "nothing").exists()
+
+
+def test_a_folder_in_which_nothing_was_made_is_free_again(cli, tiny_config, tmp_path, rows):
+    folder = tmp_path / "run"
+    assert cli("sft", tiny_config(folder, **{"data.sft": str(tmp_path / "typo.jsonl")})).rc == 2
+    assert not folder.exists()
+    done = cli("sft", tiny_config(folder))
+    assert done.rc == 0, done.err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_write_permission(cli, tiny_config, tmp_path):
+    tmp_path.chmod(0o500)
+    done = cli("sft", tiny_config(tmp_path / "run"))
+    tmp_path.chmod(0o700)
+    assert done.rc == 2 and "cannot write" in done.sentence()
+
+
+def test_a_second_process_on_the_same_folder_is_refused(cli, tiny_config, bench):
+    from fastrlhf.config_parser import config_to_yaml
+    from fastrlhf.run_folder import RunFolder
+
+    (bench / "held").mkdir()
+    shutil.copy(bench / "run" / "config.yaml", bench / "held")
+    cfg = tiny_config(bench / "held", resume=True)
+    before = contents(bench / "held")
+    with RunFolder.open(cfg, "run", config_yaml=config_to_yaml(cfg)):
+        done = cli("run", cfg)
+    assert done.rc == 2 and "another process is writing" in done.sentence()
+    assert contents(bench / "held") == before
+
+
+# --- training that goes wrong
+
+
+def checkpoints(folder, stage):
+    return sorted(p.name for p in (folder / "checkpoints" / stage).glob("step_*"))
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(cli, tiny_config, bench, tmp_path):
+    model = {"model.path": str(bench / "run/sft/model"), "model.from_scratch": None, "model.train_tokenizer": None}
+    function = {**model, "ppo.reward_function": "rewards:good"}
+    wild = {"ppo.lr": 1e30, "ppo.epochs": 1, "batch.minibatches": 1}
+    jobs = [
+        cli.job("sft", tiny_config(tmp_path / "sft", **{"sft.lr": 1e30})),
+        cli.job("reward", tiny_config(tmp_path / "reward", **model, **{"reward.lr": 1e30})),
+        cli.job("ppo", tiny_config(tmp_path / "ppo", **function, **{"ppo.lr": 1e30}), cwd=str(bench)),
+        cli.job("ppo", tiny_config(tmp_path / "ppo1", **function, **wild), cwd=str(bench)),
+        cli.job("sft", tiny_config(tmp_path / "gradient"), patch="nan_gradient"),
+        cli.job("sft", tiny_config(tmp_path / "last", **{"sft.batch_size": 18}), patch="nan_gradient"),
+    ]
+    sft, reward, ppo, ppo1, gradient, last = done = cli.many(jobs)
+    for one in done:
+        assert one.rc == 2, one.err
+        assert "lower the learning rate" in one.sentence()
+    assert "sft: train/sft/loss is nan at step 2" in sft.sentence()
+    assert "checkpoints/sft/step_00000001;" in sft.sentence() and checkpoints(tmp_path / "sft", "sft") == [
+        "step_00000001"
+    ]
+    assert "reward: train/rm/loss is nan at step 2" in reward.sentence()
+    assert "at step 1; there is no checkpoint yet" in ppo.sentence() and not checkpoints(tmp_path / "ppo", "ppo")
+    assert "of update 2; the last good checkpoint is" in ppo1.sentence()
+    assert "is not finite after step 2" in gradient.sentence()
+    assert checkpoints(tmp_path / "gradient", "sft") == ["step_00000001"]
+    assert "is not finite after step 2" in last.sentence() and not (tmp_path / "last/sft/model").exists()
+
+
+def test_a_full_disk_by_a_fault(cli, tiny_config, tmp_path):
+    folder = tmp_path / "run"
+    cfg = tiny_config(folder, **{"checkpoint.every": 1})
+    assert cli("sft", cfg, kill=dict(where="log", signal_number=9, stage="sft", step=3)).rc == -9
+    done = cli("sft", cfg, "--resume", patch="full_disk")
+    assert done.rc == 2 and "no disk space left while writing" in done.sentence()
+    assert checkpoints(folder, "sft") == ["step_00000001", "step_00000002"]
+    assert not list(folder.rglob(".tmp-*"))
+
+
+@pytest.fixture
+def tiny_disks(tmp_path):
+    """Real file systems of a few kB, where mounting is permitted."""
+    disks = []
+    for kb in (4, 16, 48, 64, 128, 256, 448, 640):
+        disk = tmp_path / f"{kb}k"
+        disk.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={kb}k", "tmpfs", str(disk)]
+        if not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:
+            break
+        disks.append(disk)
+    yield disks
+    for disk in disks:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_for_real(cli, tiny_config, tiny_disks):
+    if not tiny_disks:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    for disk, done in zip(
+        tiny_disks, cli.many([cli.job("run", tiny_config(d / "run")) for d in tiny_disks]), strict=True
+    ):
+        assert done.rc == 2, (disk, done.err)
+        assert "no disk space left while writing" in done.sentence(), (disk, done.err)
+        print(disk.name, done.sentence())
