@@ -238,10 +238,15 @@ def test_an_empty_tensor_is_refused_before_anything_is_written(tmp_path):
 def test_a_signal_raises_a_flag_and_a_second_one_acts():
     import signal
 
-    with StopSignal() as stop:
-        assert not stop.requested
-        signal.raise_signal(signal.SIGINT)
-        assert stop.requested
-        with pytest.raises(KeyboardInterrupt):
+    # What stood there before may be SIG_IGN: a shell starts its background jobs so.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with StopSignal() as stop:
+            assert not stop.requested
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            assert stop.requested
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
