@@ -6,12 +6,14 @@ Nothing here imports torch, so `--help` and a bad key answer at once. Derived nu
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fastrlhf.errors import UserError
 
-__all__ = ["BatchSizes", "Config", "exact_div"]
+__all__ = ["BatchSizes", "Config", "check_values", "exact_div"]
 
 
 @dataclass
@@ -265,6 +267,53 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+_AT_LEAST_1 = (
+    "data.max_query_length",
+    "data.max_response_length",
+    "data.max_preference_length",
+    "sft.epochs",
+    "sft.batch_size",
+    "reward.epochs",
+    "reward.batch_size",
+    "rollout.response_length",
+    "rollout.rows_per_batch",
+    "ppo.epochs",
+    "batch.episodes",
+    "batch.prompts_per_update",
+    "batch.minibatches",
+    "batch.micro_batch_size",
+    "batch.tokens_per_micro_batch",
+    "batch.tokens_per_forward",
+    "evaluate.rows",
+    "checkpoint.keep",
+)
+_ABOVE_0 = ("sft.eps", "reward.eps", "ppo.eps", "rollout.temperature", "ppo.max_grad_norm")
+_AT_MOST_1 = ("ppo.gamma", "ppo.lam")
+_ANY_SIGN = ("ppo.missing_eos_score", "ppo.kl_coef")
+
+
+def check_values(cfg: Config) -> None:
+    """Refuse numbers that no run can use. Raises `UserError` naming the field."""
+
+    def look(name: str, value: Any) -> None:
+        if dataclasses.is_dataclass(value):
+            for part in dataclasses.fields(value):
+                look(f"{name}.{part.name}".lstrip("."), getattr(value, part.name))
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            rules = (
+                (not math.isfinite(value), "must be a finite number"),
+                (name in _AT_LEAST_1 and value < 1, "must be at least 1"),
+                (name in _ABOVE_0 and value <= 0, "must be above 0"),
+                (name in _AT_MOST_1 and value > 1, "must be at most 1"),
+                (name not in _ANY_SIGN and value < 0, "must not be negative"),
+            )
+            for broken, rule in rules:
+                if broken:
+                    raise UserError(f"{name} is {value}; it {rule}")
+
+    look("", cfg)
 
 
 def exact_div(a: int, b: int, what: str, by: str) -> int:

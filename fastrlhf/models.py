@@ -225,6 +225,11 @@ class ScalarModel(PreTrainedModel):
         return (value if value.dtype == torch.float64 else value.float()) - self.config.bias
 
 
+# Known to transformers, the folder of a scalar model loads without warnings, its tokenizer too.
+AutoConfig.register(ScalarModelConfig.model_type, ScalarModelConfig, exist_ok=True)
+AutoModel.register(ScalarModelConfig, ScalarModel, exist_ok=True)
+
+
 def scalar_from_policy(policy: PreTrainedModel, *, generator: torch.Generator) -> ScalarModel:
     """A scalar model whose backbone starts as a copy of the policy's; the head is drawn from `generator`."""
     text_config = policy.config
@@ -251,8 +256,8 @@ def load_scalar_model(
     """A `ScalarModel` from a folder or hub id, strict about missing and unexpected weights, dropout off."""
     _require(path, field)
     try:
-        config = ScalarModelConfig.from_pretrained(path)
-        if not config.base_config:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
+        if not isinstance(config, ScalarModelConfig) or not config.base_config:
             raise UserError(
                 f"{field}: {path} is not a reward model written by `fastrlhf reward` (no base_config in config.json)"
             )

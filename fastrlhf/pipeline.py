@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from fastrlhf.checkpoint import named_generator
-from fastrlhf.config import BatchSizes, Config
+from fastrlhf.config import BatchSizes, Config, check_values
 from fastrlhf.config_parser import config_to_yaml
 from fastrlhf.data import prepare as data
 from fastrlhf.errors import UserError
@@ -134,6 +134,7 @@ def _write_summary(run: RunFolder, summary: dict[str, Any]) -> None:
 
 def _check(cfg: Config, stages: tuple[str, ...]) -> None:
     """Everything that can be refused before a model or data set is read; prints PPO's batch arithmetic."""
+    check_values(cfg)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
             "WORLD_SIZE is above 1, but distributed.strategy: none runs one process; start it without a launcher"
@@ -153,7 +154,7 @@ def _check(cfg: Config, stages: tuple[str, ...]) -> None:
     ):
         raise UserError("model.from_scratch needs a tokenizer; set model.tokenizer or model.train_tokenizer")
     if stages[0] != "sft" and cfg.model.path is None:
-        raise UserError(f"model.path is not set; {stages[0]} starts from an SFT model's folder or hub id")
+        raise UserError(f"model.path is not set; {stages[0]} needs an SFT model's folder or hub id")
     if "reward" in stages and cfg.reward.normalize and cfg.data.sft is None:
         raise UserError("reward.normalize needs data.sft, whose references average 0; set it or reward.normalize false")
     if "ppo" in stages:
@@ -244,7 +245,9 @@ def _reward(cfg: Config, run: RunFolder) -> dict[str, Any]:
     if cfg.reward.normalize:
         metrics["bias"] = normalize(model, references, cfg)
     if cfg.reward.eval_rows:
-        metrics["accuracy"] = accuracy(model, heldout[: cfg.reward.eval_rows], cfg)
+        judged = heldout[: cfg.reward.eval_rows]
+        metrics["accuracy"] = accuracy(model, judged, cfg)
+        metrics["accuracy_train"] = accuracy(model, train[: len(judged)], cfg)
     _save_model(model, tokenizer, run.path / "model")
     return metrics
 

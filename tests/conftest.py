@@ -103,8 +103,8 @@ class Done:
     err: str
 
     def sentence(self):
-        """All that stands on stderr, which must be one line; transformers' own warnings aside."""
-        lines = [line for line in self.err.splitlines() if not line.startswith("[transformers]")]
+        """All that stands on stderr, which must be one line."""
+        lines = self.err.splitlines()
         assert len(lines) == 1, self.err
         return lines[0]
 

@@ -1,10 +1,11 @@
 """YAML and dotted overrides: what is taken, what is refused, and in which words."""
 
 import dataclasses
+import re
 
 import pytest
 
-from fastrlhf.config import BatchSizes, Config
+from fastrlhf.config import BatchSizes, Config, check_values
 from fastrlhf.config_parser import FIELDS, config_from_dict, config_to_yaml, parse_config
 from fastrlhf.errors import UserError
 
@@ -147,3 +148,31 @@ def test_inexact_batches_are_refused_by_name(batch, words):
         sizes(**batch)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("sft.lr", -1e-3, "must not be negative"),
+        ("sft.lr", float("nan"), "must be a finite number"),
+        ("ppo.lr", float("inf"), "must be a finite number"),
+        ("sft.batch_size", 0, "must be at least 1"),
+        ("reward.epochs", 0, "must be at least 1"),
+        ("rollout.response_length", 0, "must be at least 1"),
+        ("rollout.temperature", 0.0, "must be above 0"),
+        ("ppo.gamma", 1.1, "must be at most 1"),
+        ("batch.micro_batch_size", -2, "must be at least 1"),
+        ("ppo.clip", -0.2, "must not be negative"),
+        ("checkpoint.every", -1, "must not be negative"),
+    ],
+)
+def test_impossible_numbers_are_refused_by_name(field, value, rule):
+    cfg = Config()
+    section, _, name = field.partition(".")
+    setattr(getattr(cfg, section), name, value)
+    with pytest.raises(UserError, match=re.escape(f"{field} is {value}; it {rule}")):
+        check_values(cfg)
+
+
+def test_the_defaults_can_be_used():
+    check_values(Config())
