@@ -391,10 +391,13 @@ def write_corpus(
     n_heldout: int = 400,
     pairs_per_post: int = 2,
     min_gap: float = 0.1,
+    edited: float = 0.25,
 ) -> CorpusPaths:
     """Write the training and the held-out files; no held-out post occurs in a training file.
 
-    ``min_gap`` is the least difference of gold reward between the two sides of a preference pair.
+    ``min_gap`` is the least difference of gold reward between the two sides of a preference pair. Of the training
+    pairs a share ``edited`` is one summary and the same with facts made false, so that form alone cannot tell the sides
+    apart; held-out pairs are always two independent summaries.
     """
     posts = generate_posts(n_posts + n_heldout, seed=seed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -405,19 +408,20 @@ def write_corpus(
         preferences_eval=folder / "preferences_eval.jsonl",
     )
     rng = random.Random(f"fastrlhf demo summaries {seed}")
-    for split, sft, preferences in (
-        (posts[:n_posts], paths.sft_train, paths.preferences_train),
-        (posts[n_posts:], paths.sft_eval, paths.preferences_eval),
+    for split, sft, preferences, share in (
+        (posts[:n_posts], paths.sft_train, paths.preferences_train, edited),
+        (posts[n_posts:], paths.sft_eval, paths.preferences_eval, 0.0),
     ):
         _write_jsonl(sft, ({**_columns(post), "summary": reference_summary(post, rng)} for post in split))
-        pairs = (pair for post in split for pair in _pairs(post, rng, pairs_per_post, min_gap))
+        pairs = (pair for post in split for pair in _pairs(post, rng, pairs_per_post, min_gap, share))
         _write_jsonl(preferences, pairs)
     return paths
 
 
-def _pairs(post: DemoPost, rng: random.Random, n: int, min_gap: float) -> Iterable[dict[str, str]]:
+def _pairs(post: DemoPost, rng: random.Random, n: int, min_gap: float, edited: float) -> Iterable[dict[str, str]]:
     for _ in range(n):
-        first, second = candidate_summary(post, rng), candidate_summary(post, rng)
+        first = candidate_summary(post, rng)
+        second = _corrupt(post, first, rng) if rng.random() < edited else candidate_summary(post, rng)
         gap = gold_reward(post, first) - gold_reward(post, second)
         if abs(gap) < max(min_gap, 1e-9):
             continue
