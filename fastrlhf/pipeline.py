@@ -224,6 +224,8 @@ def _sft(cfg: Config, run: RunFolder) -> dict[str, Any]:
         policy = move(policy, cfg.model.device)
         check_head(policy, "model.from_scratch")
     data.check_vocabulary(policy, tokenizer)
+    longest = max(len(e.query) + len(e.response) for e in [*train, *heldout])
+    data.check_positions(policy, longest, "data.max_response_length")
     before = evaluate_sft(policy, heldout[: cfg.sft.eval_rows], cfg) if cfg.sft.eval_rows else None
     metrics: dict[str, Any] = dict(train_sft(policy, train, cfg, run))
     if before is not None:
@@ -239,6 +241,8 @@ def _reward(cfg: Config, run: RunFolder) -> dict[str, Any]:
     references = data.sft_examples(cfg, data.read(cfg, "sft"), tokenizer)[0] if cfg.reward.normalize else []
     policy = load_ready(str(cfg.model.path), cfg)
     data.check_vocabulary(policy, tokenizer)
+    longest = max(len(e.query) + max(len(e.chosen), len(e.rejected)) for e in [*train, *heldout])
+    data.check_positions(policy, longest, "data.max_preference_length")
     model = scalar_from_policy(policy, generator=named_generator(cfg.seed, "reward/head"))
     del policy
     metrics: dict[str, Any] = dict(train_reward(model, train, cfg, run))
@@ -257,7 +261,8 @@ def _ppo(cfg: Config, run: RunFolder) -> dict[str, Any]:
     prompts, _ = data.prompt_examples(cfg, data.read(cfg, "prompts"), tokenizer)
     policy = load_ready(str(cfg.model.path), cfg)
     data.check_vocabulary(policy, tokenizer)
-    data.check_positions(policy, prompts, cfg.rollout.response_length)
+    longest = max(len(p.query) for p in prompts) + cfg.rollout.response_length
+    data.check_positions(policy, longest, "rollout.response_length")
     reward_model = load_reward(cfg, tokenizer) if cfg.ppo.reward_model else None
     if reward_model is not None:
         # The critic starts from the trained reward model, head and bias included (REFERENCE item 22).
@@ -278,7 +283,10 @@ def run_evaluate(cfg: Config) -> dict[str, Any]:
     with _open_run(cfg, "evaluate") as run:
         tokenizer = data.load_tokenizer_of(cfg)
         policy = load_ready(str(cfg.model.path), cfg)
-        summary, rows = measure(cfg, policy, tokenizer, data.heldout_prompts(cfg, tokenizer), "policy")
+        prompts = data.heldout_prompts(cfg, tokenizer)
+        longest = max(map(len, prompts.queries)) + cfg.rollout.response_length
+        data.check_positions(policy, longest, "rollout.response_length")
+        summary, rows = measure(cfg, policy, tokenizer, prompts, "policy")
         data.write_jsonl(run.path / "samples.jsonl", rows)
         _write_summary(run, {"evaluate": summary})
         return {"evaluate": summary, "run": str(run.path)}

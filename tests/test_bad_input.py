@@ -82,6 +82,7 @@ def bench(finished, rows, tmp_path_factory):
 
 
 # name: command, overrides ({} is the folder of `bench`), words of the sentence
+SHORT = {"model_type": "gpt_neox", "hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 8}
 CASES = {
     "missing file": ("sft", {"data.sft": "{}/emty.jsonl"}, ["data.sft", "emty.jsonl does not exist", "empty.jsonl?"]),
     "missing pairs": ("run", {"data.preferences": None}, ["data.preferences is not set"]),
@@ -90,6 +91,8 @@ CASES = {
     "empty data": ("sft", {"data.sft": "{}/empty.jsonl"}, ["data.sft", "empty.jsonl has no rows"]),
     "invalid JSON": ("sft", {"data.sft": "{}/torn.jsonl"}, ["data.sft", "torn.jsonl:2 is not valid JSON"]),
     "unknown model type": ("sft", {"model.from_scratch": {"model_type": "gpt_nixx"}}, ["model type 'gpt_nixx'"]),
+    "too long for the model": ("sft", {"model.from_scratch": SHORT}, ["data.max_query_length", "ends at 8"]),
+    "a number no run can use": ("sft", {"sft.batch_size": 0}, ["sft.batch_size is 0; it must be at least 1"]),
     "no model": ("sft", {"model.from_scratch": None}, ["model.path is not set"]),
     "model folder missing": ("reward", {"model.path": "{}/nowhere"}, ["nowhere"]),
     "no config.json": ("reward", {"model.path": "{}/no_config"}, ["model.path", "no_config", "no config.json"]),

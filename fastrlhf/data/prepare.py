@@ -163,14 +163,13 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         )
 
 
-def check_positions(model: PreTrainedModel, prompts: list[PromptExample], response_length: int) -> None:
-    """Refuse prompts whose responses would run past the model's last position."""
+def check_positions(model: PreTrainedModel, longest: int, field: str) -> None:
+    """Refuse rows that run past the model's last position. `longest` in tokens; `field` limits the response's share."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    longest = max(len(p.query) for p in prompts) + response_length
     if limit is not None and longest > limit:
         raise UserError(
-            f"data.max_query_length: the longest prompt and response have {longest} tokens, but the model ends at "
-            f"{limit}; lower data.max_query_length to {limit - response_length} or rollout.response_length"
+            f"data.max_query_length: the longest query and response have {longest} tokens, but the model ends at "
+            f"{limit}; lower data.max_query_length or {field} by {longest - limit}"
         )
 
 
