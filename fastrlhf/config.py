@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from fastrlhf.errors import UserError
 
-__all__ = ["BatchSizes", "Config", "check_values", "exact_div"]
+__all__ = ["BatchSizes", "Config", "check_values", "exact_div", "set_token_budgets"]
 
 
 @dataclass
@@ -183,10 +183,11 @@ class BatchConfig:
     """Optimiser steps per epoch over a rollout."""
     micro_batch_size: int | None = None
     """Rows per loss mean with ppo.loss_reduction: microbatch; it must divide a minibatch."""
-    tokens_per_micro_batch: int = 16_384
-    """Most tokens (padding included) in one forward and backward pass: memory only, the result does not change."""
-    tokens_per_forward: int = 32_768
-    """Most tokens in one pass without gradient."""
+    tokens_per_micro_batch: int = 0
+    """Most tokens (padding included) in one forward and backward pass: memory and speed only, the result does not
+    change. 0: 2048 on a CPU, whose caches hold no more, else 16384."""
+    tokens_per_forward: int = 0
+    """Most tokens in one pass without gradient. 0: 4096 on a CPU, else 32768."""
 
 
 @dataclass
@@ -284,14 +285,21 @@ _AT_LEAST_1 = (
     "batch.prompts_per_update",
     "batch.minibatches",
     "batch.micro_batch_size",
-    "batch.tokens_per_micro_batch",
-    "batch.tokens_per_forward",
     "evaluate.rows",
     "checkpoint.keep",
 )
 _ABOVE_0 = ("sft.eps", "reward.eps", "ppo.eps", "rollout.temperature", "ppo.max_grad_norm")
 _AT_MOST_1 = ("ppo.gamma", "ppo.lam")
 _ANY_SIGN = ("ppo.missing_eos_score", "ppo.kl_coef")
+
+
+def set_token_budgets(cfg: Config) -> None:
+    """Fill in the token budgets that are 0, by `model.device`."""
+    from fastrlhf.models import resolve_device
+
+    cpu = resolve_device(cfg.model.device).type == "cpu"
+    cfg.batch.tokens_per_micro_batch = cfg.batch.tokens_per_micro_batch or (2048 if cpu else 16_384)
+    cfg.batch.tokens_per_forward = cfg.batch.tokens_per_forward or (4096 if cpu else 32_768)
 
 
 def check_values(cfg: Config) -> None:

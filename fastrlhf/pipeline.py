@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from fastrlhf.checkpoint import named_generator
-from fastrlhf.config import BatchSizes, Config, check_values
+from fastrlhf.config import BatchSizes, Config, check_values, set_token_budgets
 from fastrlhf.config_parser import config_to_yaml
 from fastrlhf.data import prepare as data
 from fastrlhf.errors import UserError
@@ -135,6 +135,7 @@ def _write_summary(run: RunFolder, summary: dict[str, Any]) -> None:
 def _check(cfg: Config, stages: tuple[str, ...]) -> None:
     """Everything that can be refused before a model or data set is read; prints PPO's batch arithmetic."""
     check_values(cfg)
+    set_token_budgets(cfg)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
             "WORLD_SIZE is above 1, but distributed.strategy: none runs one process; start it without a launcher"

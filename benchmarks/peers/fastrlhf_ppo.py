@@ -11,9 +11,10 @@ import time
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from fastrlhf.config import Config
+from fastrlhf.config import Config, set_token_budgets
+from fastrlhf.data.tokenize import load_tokenizer
 from fastrlhf.evaluate.sampling import sample
 from fastrlhf.models import disable_dropout, frozen_copy, scalar_from_policy
 from fastrlhf.ppo import PPOModels, make_experience, optimize, score
@@ -24,7 +25,7 @@ with open(sys.argv[1]) as file:
     case = json.load(file)
 torch.set_num_threads(case["threads"])
 torch.manual_seed(1)
-tokenizer = AutoTokenizer.from_pretrained(case["tokenizer"])
+tokenizer = load_tokenizer(case["tokenizer"])
 policy = GPTNeoXForCausalLM(GPTNeoXConfig(**case["model"]))
 disable_dropout(policy)
 generator = torch.Generator().manual_seed(1)
@@ -32,10 +33,10 @@ reward = scalar_from_policy(policy, generator=generator)
 critic = copy.deepcopy(reward)
 models = PPOModels(policy, frozen_copy(policy), critic, reward.requires_grad_(False))
 cfg = Config()
+cfg.model.device = "cpu"
 cfg.rollout.response_length, cfg.rollout.temperature = case["response_length"], case["temperature"]
 cfg.ppo.epochs = case["epochs"]
-cfg.batch.tokens_per_micro_batch = case.get("tokens_per_micro_batch", cfg.batch.tokens_per_micro_batch)
-cfg.batch.tokens_per_forward = case.get("tokens_per_forward", cfg.batch.tokens_per_forward)
+set_token_budgets(cfg)
 settings = ppo_settings(cfg)
 optimizer = adamw(models.trained(), lr=3e-6, eps=1e-5, weight_decay=0.0)
 queries = [np.array(q) for q in case["queries"]]
