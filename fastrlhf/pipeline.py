@@ -116,7 +116,7 @@ def pipeline_in(run: RunFolder, cfg: Config, *, judge: Judge | None = None) -> d
     seconds["evaluate"] = time.perf_counter() - began
     summary["sft"] |= done["sft"]
     if "reward" in done:
-        summary["rm"] = done["reward"]
+        summary = {"sft": summary.pop("sft"), "rm": done["reward"], **summary}
     summary["ppo"] |= {k: v for k, v in done["ppo"].items() if k.startswith("objective/")}
     summary["seconds"] = {k: round(v, 1) for k, v in seconds.items()} | {"total": round(sum(seconds.values()), 1)}
     summary["seed"], summary["run"] = cfg.seed, str(run.path)
@@ -300,6 +300,8 @@ def print_summary(summary: dict[str, Any]) -> None:
     for section, values in summary.items():
         if isinstance(values, dict):
             for name, value in values.items():
+                if "/" in name or name == "tokens_per_second":
+                    continue  # of the last training step; they stand in summary.json
                 table.add_row(f"{section}.{name}", f"{value:.4g}" if isinstance(value, float) else str(value))
     console.print(table)
     for sample_row in summary.get("samples", []):
