@@ -179,6 +179,13 @@ def test_inverse_cdf(V):
     assert ((before <= uniform + 1e-6) & (uniform - 1e-6 <= after)).all()
 
 
+def test_a_draw_of_zero_skips_what_has_no_probability():
+    logits = torch.zeros(2, 1000)
+    logits[0, :300] = -torch.inf  # the whole first block, and the beginning of the second
+    logits[1, :3] = -torch.inf
+    assert sample_rows(logits, torch.zeros(2))[0].tolist() == [300, 3]
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("uniform", [None, torch.full((3,), 0.3)])
 def test_unusable_rows_are_told(poison, uniform):
