@@ -13,7 +13,7 @@ import random
 import shutil
 import signal
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -26,15 +26,15 @@ from torch import Tensor, nn
 from fastrlhf.errors import UserError
 from fastrlhf.run_folder import disk_errors
 
-__all__ = ["StopSignal", "latest_checkpoint", "load_checkpoint", "named_generator", "save_checkpoint"]
+__all__ = ["StopSignal", "digest", "latest_checkpoint", "load_checkpoint", "named_generator", "save_checkpoint"]
 
 _PREFIX = "step_"
 
 
 def named_generator(seed: int, name: str) -> torch.Generator:
     """A CPU generator of its own for each named stream of a run."""
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    hashed = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(hashed[:8], "little") >> 1)
 
 
 def _unique(module: nn.Module) -> dict[str, Tensor]:
@@ -131,6 +131,15 @@ def _checksum(path: Path) -> int:
 
 def _all(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{_PREFIX}*")) if folder.is_dir() else []
+
+
+def digest(rows: Iterable[np.ndarray]) -> str:
+    """Of token rows: whether a resumed run has the data it began with."""
+    total = hashlib.sha256()
+    for row in rows:
+        total.update(len(row).to_bytes(8, "little"))
+        total.update(np.ascontiguousarray(row, dtype=np.int64).tobytes())
+    return total.hexdigest()
 
 
 def latest_checkpoint(folder: Path) -> Path | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from fastrlhf import __version__
 from fastrlhf.config_parser import parse_config
@@ -44,10 +47,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     command = _overview().parse_args(args[:1]).command
     try:
-        return _dispatch(command, args[1:])
+        with _terminated_like_interrupted():
+            return _dispatch(command, args[1:])
+    except KeyboardInterrupt:
+        print(f"fastrlhf {command}: stopped by a signal; --resume goes on from the last checkpoint", file=sys.stderr)
+        return 130
     except UserError as err:
         print(f"fastrlhf {command}: {err}", file=sys.stderr)
         return 2
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """Outside the training loops, which save first, SIGTERM ends a command as SIGINT does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = [signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])
 
 
 def _dispatch(command: str, args: list[str]) -> int:

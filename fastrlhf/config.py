@@ -7,9 +7,11 @@ Nothing here imports torch, so `--help` and a bad key answer at once. Derived nu
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
+import os
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fastrlhf.errors import UserError
 
@@ -302,8 +304,57 @@ def set_token_budgets(cfg: Config) -> None:
     cfg.batch.tokens_per_forward = cfg.batch.tokens_per_forward or (4096 if cpu else 32_768)
 
 
+def check_types(section: Any, prefix: str = "") -> None:
+    """Refuse fields that do not exist and values of another type, which Python lets anyone assign; paths and numpy's
+    numbers become plain ones. Raises `UserError` naming the field."""
+    hints = get_type_hints(type(section))
+    for name in vars(section):
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, n=1)
+            raise UserError(
+                f"there is no field {prefix}{name}" + (f"; did you mean {prefix}{near[0]}?" if near else "")
+            )
+    for name, kind in hints.items():
+        value = getattr(section, name)
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        elif hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+            value = value.item()
+        if kind is float and type(value) is int:
+            value = float(value)
+        setattr(section, name, value)
+        if dataclasses.is_dataclass(kind):
+            if type(value) is not kind:
+                raise UserError(f"{prefix}{name} is {value!r}; it must be a section of fields")
+            check_types(value, f"{prefix}{name}.")
+        elif not _fits(value, kind):
+            raise UserError(f"{prefix}{name} is {value!r}; it must be {_words(kind)}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict)
+    if get_args(kind):  # a union
+        return any(_fits(value, part) for part in get_args(kind))
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) is kind
+
+
+def _words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(map(str, get_args(kind)))
+    if get_origin(kind) is not dict and get_args(kind):
+        return " or ".join(_words(part) for part in get_args(kind))
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+    return names.get(kind, "a mapping")
+
+
 def check_values(cfg: Config) -> None:
     """Refuse numbers that no run can use. Raises `UserError` naming the field."""
+    check_types(cfg)
 
     def look(name: str, value: Any) -> None:
         if dataclasses.is_dataclass(value):

@@ -67,14 +67,26 @@ def _check_keys(tree: Any, where: str, prefix: str = "") -> None:
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if name in SECTIONS and name:
-            _check_keys({} if value is None else value, where, f"{name}.")
+            _check_keys(value, where, f"{name}.")
         elif name not in FIELDS:
             raise _unknown(name, where)
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which no mapping has a key twice: the second would silently replace the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: str) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        tree = yaml.load(Path(path).read_text(encoding="utf-8"), _UniqueKeys)
     except FileNotFoundError as err:
         raise UserError(f"--config: {path} does not exist") from err
     except (OSError, UnicodeDecodeError) as err:

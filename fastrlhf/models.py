@@ -9,6 +9,7 @@ the padding, so no mask is built, and absolute and rotary positions are right by
 from __future__ import annotations
 
 import copy
+import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -34,6 +35,7 @@ __all__ = [
     "move",
     "packed_logprobs",
     "policy_from_config",
+    "require_folder",
     "resolve_device",
     "scalar_from_policy",
 ]
@@ -95,16 +97,26 @@ def policy_from_config(
         )
     shape.update(bos_token_id=eos_id, eos_token_id=eos_id)
     try:
-        config = AutoConfig.for_model(model_type, **shape)
+        known = AutoConfig.for_model(model_type)
     except ValueError as err:
         raise UserError(
             f"model.from_scratch.model_type: unknown model type {model_type!r}; {_first_line(err)}"
         ) from err
+    try:
+        config = AutoConfig.for_model(model_type, **shape)
+    except Exception as err:  # transformers checks a shape with whatever it has at hand
+        raise UserError(f"model.from_scratch: {model_type} refuses this shape: {_first_line(err)}") from err
+    for key in shape:
+        # transformers keeps a field that it does not know as it is; one of an older version it takes and renames.
+        if hasattr(config, key) and not hasattr(known, key):
+            near = difflib.get_close_matches(key, known.to_dict(), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"model.from_scratch: {model_type} has no field {key!r}{hint}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype), **_attn(attn))
-        except (ValueError, TypeError, AttributeError) as err:
+        except Exception as err:
             raise UserError(f"model.from_scratch: {model_type} refuses this shape: {_first_line(err)}") from err
     disable_dropout(model)
     return cast(PreTrainedModel, model)
@@ -115,7 +127,8 @@ def _first_line(err: BaseException) -> str:
     return text[0][:200] if text else type(err).__name__
 
 
-def _require(path: str, field: str) -> None:
+def require_folder(path: str, field: str) -> None:
+    """Refuse a local path that is no model folder."""
     if (path.startswith((".", "/", "~")) or Path(path).exists()) and not (Path(path) / "config.json").is_file():
         raise UserError(f"{field}: {path} is not a model folder (it has no config.json)")
 
@@ -125,7 +138,7 @@ def load_policy(path: str, cfg: ModelConfig, *, attn: str = "auto", field: str =
 
     Raises `UserError` when it is missing, of an unknown type, or lacks weights for its architecture.
     """
-    _require(path, field)
+    require_folder(path, field)
     try:
         model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
             path,
@@ -236,7 +249,8 @@ def scalar_from_policy(policy: PreTrainedModel, *, generator: torch.Generator) -
     base_config = text_config.to_dict()
     hidden = text_config.get_text_config().hidden_size
     with torch.random.fork_rng():
-        model = ScalarModel(ScalarModelConfig(base_config=base_config, hidden_size=hidden))
+        attn = policy.config._attn_implementation
+        model = ScalarModel(ScalarModelConfig(base_config=base_config, hidden_size=hidden, attn_implementation=attn))
     backbone = policy.base_model
     model.lm_backbone.load_state_dict(backbone.state_dict())
     std = (hidden + 1) ** -0.5
@@ -254,7 +268,7 @@ def load_scalar_model(
     path: str, cfg: ModelConfig, *, attn: str = "auto", field: str = "ppo.reward_model"
 ) -> ScalarModel:
     """A `ScalarModel` from a folder or hub id, strict about missing and unexpected weights, dropout off."""
-    _require(path, field)
+    require_folder(path, field)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
         if not isinstance(config, ScalarModelConfig) or not config.base_config:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -29,7 +30,7 @@ from fastrlhf.data import prepare as data
 from fastrlhf.errors import UserError
 from fastrlhf.evaluate.compare import Judge, compare, measure
 from fastrlhf.loading import load_ready, load_reward, score_function
-from fastrlhf.models import check_head, frozen_copy, move, policy_from_config, scalar_from_policy
+from fastrlhf.models import check_head, frozen_copy, move, policy_from_config, require_folder, scalar_from_policy
 from fastrlhf.ppo import PPOModels
 from fastrlhf.ppo_loop import train_ppo
 from fastrlhf.reward import accuracy, normalize, train_reward
@@ -74,6 +75,7 @@ def run_ppo(cfg: Config) -> StageResult:
 
 
 def _alone(cfg: Config, name: str, work: Callable[[Config, RunFolder], dict[str, Any]]) -> StageResult:
+    cfg = copy.deepcopy(cfg)
     _check(cfg, (name,))
     with _open_run(cfg, name) as run:
         metrics = _stage(cfg, run, name, work)
@@ -87,6 +89,7 @@ def run_pipeline(cfg: Config) -> dict[str, Any]:
     Returns the summary that is also written to `summary.json`. Raises `UserError` for bad input and `Interrupted`
     after a signal.
     """
+    cfg = copy.deepcopy(cfg)
     _check(cfg, _stages(cfg))
     with _open_run(cfg, "run") as run:
         return pipeline_in(run, cfg)
@@ -101,6 +104,13 @@ def pipeline_in(run: RunFolder, cfg: Config, *, judge: Judge | None = None) -> d
     """`run_pipeline` in a folder that is already open. `judge` measures the held-out responses beside the reward."""
     stages = _stages(cfg)
     _check(cfg, stages)
+    # What a later stage would refuse is refused before the first one has trained for hours.
+    data.read(cfg, "sft")
+    if "reward" in stages:
+        data.read(cfg, "preferences")
+    data.read(cfg, "prompts")
+    if cfg.ppo.reward_model:
+        require_folder(cfg.ppo.reward_model, "ppo.reward_model")
     after_sft = copy.deepcopy(cfg)
     after_sft.model.path = str(run.path / "sft" / "model")
     after_sft.model.tokenizer = after_sft.model.from_scratch = after_sft.model.train_tokenizer = None
@@ -279,6 +289,7 @@ def _ppo(cfg: Config, run: RunFolder) -> dict[str, Any]:
 
 def run_evaluate(cfg: Config) -> dict[str, Any]:
     """Sample the policy at `cfg.model.path` on held-out prompts; writes summary.json and samples.jsonl."""
+    cfg = copy.deepcopy(cfg)
     _check(cfg, ("evaluate",))
     disable_progress_bar()
     with _open_run(cfg, "evaluate") as run:
@@ -296,13 +307,13 @@ def run_evaluate(cfg: Config) -> dict[str, Any]:
 def print_summary(summary: dict[str, Any]) -> None:
     """The summary as a table, and the sample posts with the responses of both policies."""
     console = Console()
-    table = Table("measure", "value", title=f"summary of {summary['run']}")
+    table = Table("measure", "value", title=escape(f"summary of {summary['run']}"))
     for section, values in summary.items():
         if isinstance(values, dict):
             for name, value in values.items():
                 if "/" in name or name == "tokens_per_second":
                     continue  # of the last training step; they stand in summary.json
-                table.add_row(f"{section}.{name}", f"{value:.4g}" if isinstance(value, float) else str(value))
+                table.add_row(f"{section}.{name}", f"{value:.4g}" if isinstance(value, float) else escape(str(value)))
     console.print(table)
     for sample_row in summary.get("samples", []):
         console.rule()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fastrlhf.checkpoint import StopSignal, latest_checkpoint, load_checkpoint, named_generator, save_checkpoint
+from fastrlhf.checkpoint import StopSignal, digest, latest_checkpoint, load_checkpoint, named_generator, save_checkpoint
 from fastrlhf.config import BatchSizes, Config
 from fastrlhf.data.batching import PromptStream
 from fastrlhf.data.tokenize import PromptExample
@@ -61,6 +61,7 @@ def train_ppo(
     optimizer = adamw(trained, lr=cfg.ppo.lr, eps=cfg.ppo.eps, weight_decay=cfg.ppo.weight_decay)
     generators = {name: named_generator(cfg.seed, f"ppo/{name}") for name in ("prompts", "sample", "minibatch")}
     stream = PromptStream(len(prompts), generators["prompts"])
+    data = digest([p.query for p in prompts])
     done = 0
     last: dict[str, float] = {}
     checkpoint = latest_checkpoint(run.checkpoints) if cfg.resume else None
@@ -71,6 +72,8 @@ def train_ppo(
             stream.load_state_dict(state["prompts"])
         except ValueError as err:
             raise UserError(f"resume: ppo: {err}; restore the data") from err
+        if state["data"] != data:
+            raise UserError("resume: ppo: the prompts are not those that the run began with; restore the data")
 
     def save() -> Path:
         require_finite_weights(trained, "ppo", done, latest_checkpoint(run.checkpoints))
@@ -80,7 +83,7 @@ def train_ppo(
             modules=dict(trained.items()),
             optimizer=optimizer,
             generators=generators,
-            state={"update": done, "prompts": stream.state_dict(), "last": last},
+            state={"update": done, "prompts": stream.state_dict(), "last": last, "data": data},
             keep=cfg.checkpoint.keep,
         )
 

@@ -84,6 +84,8 @@ class Recorder:
         self.meta = {
             "kind": "ppo",
             "statistics": "masked",
+            "layout": "tight",
+            "attn": models.policy.config._attn_implementation,
             "pad_token_id": pad_id,
             "eos_token_id": eos_id,
             "model": models.policy.config.to_dict(),
@@ -98,6 +100,8 @@ class Recorder:
                 "local_micro_batch_size": micro,
                 "local_mini_batch_size": minibatch_size,
                 "num_updates": updates,
+                "tokens_per_micro_batch": settings.tokens_per_micro_batch,
+                "tokens_per_forward": settings.tokens_per_forward,
                 "first_update": update,
                 "temperature": settings.temperature - 1e-7,
                 "penalty_reward_value": ppo.missing_eos_score,

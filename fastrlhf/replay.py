@@ -64,17 +64,22 @@ class Recording:
         cut = len(prefix) + 1
         return {k[cut:]: v for k, v in self.tensors.items() if k.startswith(prefix + ".")}
 
+    def _attn(self) -> dict[str, str]:
+        return {"attn_implementation": self.meta["attn"]} if "attn" in self.meta else {}
+
     def policy(self, prefix: str) -> PreTrainedModel:
         shape = dict(self.meta["model"])
         config = AutoConfig.for_model(shape.pop("model_type", "gpt_neox"), **shape)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **self._attn())
         load(model, self.weights(prefix), f"{self.base}: {prefix}")
         disable_dropout(model)
         return model
 
     def scalar(self, prefix: str, bias: float = 0.0) -> ScalarModel:
-        shape = dict(self.meta["model"])
-        model = ScalarModel(ScalarModelConfig(base_config=shape, hidden_size=shape["hidden_size"], bias=bias))
+        shape = {"model_type": "gpt_neox", **self.meta["model"]}
+        config = AutoConfig.for_model(**shape)  # not every family calls its width hidden_size
+        hidden = config.get_text_config().hidden_size
+        model = ScalarModel(ScalarModelConfig(base_config=shape, hidden_size=hidden, bias=bias, **self._attn()))
         load(model, self.weights(prefix), f"{self.base}: {prefix}")
         disable_dropout(model)
         return model
@@ -123,7 +128,11 @@ class Errors:
         ours = model.state_dict()
         if not recorded:
             raise UserError(f"replay: the recording holds no {prefix} weights")
-        for key, value in _renamed(recorded, model).items():
+        renamed = _renamed(recorded, model)
+        absent = {name for name, _ in model.named_parameters()} - renamed.keys()
+        if absent:
+            raise UserError(f"replay: the recording lacks {min(absent)} of the {prefix} weights; it is not a whole one")
+        for key, value in renamed.items():
             self.add(prefix, ours[key], value)
 
 
@@ -131,7 +140,12 @@ def replay(basename: str) -> dict[str, float]:
     """The largest absolute difference for each quantity of the recording at `basename`."""
     recording = Recording(basename)
     run = {"ppo": _replay_ppo, "sft": _replay_sft, "reward": _replay_reward}[recording.meta["kind"]]
-    return run(recording).worst
+    try:
+        return run(recording).worst
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ZeroDivisionError, RuntimeError) as err:
+        # Nothing but the recording decides what happens here, and it may hold anything.
+        what = " ".join(f"{type(err).__name__}: {err}".split())[:160]
+        raise UserError(f"replay: {recording.base} is not a whole recording that fits its model ({what})") from err
 
 
 def _optimizer(modules: nn.Module, args: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -168,9 +182,11 @@ def _settings(args: Mapping[str, Any]) -> Settings:
         old_logprobs=args.get("old_logprobs", "recompute"),
         whiten_scope=args.get("whiten_scope", "rank"),
     )
-    budget = 16_384
     return Settings(
-        ppo=ppo, temperature=args["temperature"] + 1e-7, tokens_per_micro_batch=budget, tokens_per_forward=budget
+        ppo=ppo,
+        temperature=args["temperature"] + 1e-7,
+        tokens_per_micro_batch=args.get("tokens_per_micro_batch", 16_384),
+        tokens_per_forward=args.get("tokens_per_forward", 16_384),
     )
 
 
@@ -239,7 +255,10 @@ def _load_optimizer(rec: Recording, models: PPOModels, optimizer: torch.optim.Op
     for role, module in (("policy", models.policy), ("critic", models.critic)):
         for name, param in module.named_parameters():
             for key in ("exp_avg", "exp_avg_sq", "step"):
-                optimizer.state[param][key] = saved[f"{role}.{name}:{key}"].clone()
+                value = saved[f"{role}.{name}:{key}"].clone()
+                if value.shape != (() if key == "step" else param.shape):  # the fused optimiser would read past its end
+                    raise UserError(f"replay: {rec.base}: Adam's {key} of {role}.{name} has shape {tuple(value.shape)}")
+                optimizer.state[param][key] = value
 
 
 def _replay_update(
@@ -259,6 +278,8 @@ def _replay_update(
         eos_id=rec.meta["eos_token_id"],
         truncate_id=args["truncate_token_id"],
     )
+    if rec.meta.get("layout") == "tight":
+        rollout = replace(rollout, recorded=None)
     if settings.ppo.old_logprobs == "sampler":
         given = rec[f"{key}.logprobs"].masked_fill(~rollout.masks_BT()[0], 0.0)
         rollout = replace(rollout, sampler_logprobs_BT=given)
@@ -285,7 +306,13 @@ def _replay_update(
     errors.add("micro-batches", observer.count, len(update["micro"]))
 
 
+_NEEDED = {"scores", "logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns"}
+
+
 def _compare_experience(exp: Experience, post: Tensor, recorded: Mapping[str, Tensor], errors: Errors) -> None:
+    missing = _NEEDED - recorded.keys()
+    if missing:
+        raise UserError(f"replay: the recording lacks {min(missing)!r} of an update; it is not a whole recording")
     ours = {
         "sequence_lengths": exp.rollout.last_index_B(),
         "postprocessed_responses": post,

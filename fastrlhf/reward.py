@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastrlhf.checkpoint import digest
 from fastrlhf.config import Config
 from fastrlhf.data.batching import micro_batches, pad_right
 from fastrlhf.data.tokenize import PreferenceExample, SFTExample
@@ -66,7 +67,17 @@ def train_reward(
         tokens = sum(len(chosen[i]) + len(rejected[i]) for i in batch)
         return StepResult(dict(zip(names, (sums / len(batch)).unbind(), strict=True)), tokens)
 
-    return fit(model, len(chosen), batch_loss, cfg=cfg, stage="reward", settings=cfg.reward, run=run, prefix="train/rm")
+    return fit(
+        model,
+        len(chosen),
+        batch_loss,
+        cfg=cfg,
+        stage="reward",
+        settings=cfg.reward,
+        run=run,
+        prefix="train/rm",
+        data=digest([*chosen, *rejected]),
+    )
 
 
 @torch.no_grad()

@@ -91,6 +91,7 @@ class RunFolder:
         Raises `UserError` when the folder exists without `resume`, is missing with it, belongs to another
         configuration, or is being written by another process.
         """
+        config_yaml = f"# fastrlhf {command}\n{config_yaml}"
         if cfg.resume:
             root = _existing(cfg, config_yaml)
         else:
@@ -146,9 +147,13 @@ def _existing(cfg: Config, config_yaml: str) -> Path:
     if not (root / "config.yaml").is_file():
         raise UserError(f"resume: {root} is not a run folder (it has no config.yaml)")
     try:
-        saved = _flat(yaml.safe_load((root / "config.yaml").read_text(encoding="utf-8")))
+        text = (root / "config.yaml").read_text(encoding="utf-8")
+        saved = _flat(yaml.safe_load(text))
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as err:
         raise UserError(f"resume: {root}/config.yaml cannot be read; it was changed or damaged") from err
+    began, now = (lines.split("\n", 1)[0].removeprefix("# ") for lines in (text, config_yaml))
+    if began != now and began.startswith("fastrlhf "):
+        raise UserError(f"resume: the run in {root} was started by `{began}`, not by `{now}`; use another output_dir")
     given = _flat(yaml.safe_load(config_yaml))
     changed = sorted(
         k for k in saved.keys() | given.keys() if saved.get(k) != given.get(k) and not k.startswith(_MAY_CHANGE)

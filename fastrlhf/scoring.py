@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import math
+import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fastrlhf.errors import UserError
 
 __all__ = ["RewardFunction", "call_reward_function", "load_reward_function"]
+
+# Rewards are fp32 and their advantages are squared.
+_LARGEST = 1e15
 
 RewardFunction = Callable[[list[str], list[str]], Sequence[float]]
 
@@ -32,7 +35,7 @@ def load_reward_function(spec: str) -> RewardFunction:
         raise UserError(
             f"ppo.reward_function: cannot import {module_name!r} ({err}); run from the folder that holds it"
         ) from err
-    except Exception as err:  # the user's module can raise anything
+    except (Exception, SystemExit) as err:  # the user's module can raise anything
         raise UserError(f"ppo.reward_function: importing {module_name!r} raised {_brief(err)}") from err
     function = getattr(module, name, None)
     if not callable(function):
@@ -46,41 +49,49 @@ def call_reward_function(function: RewardFunction, prompts: list[str], responses
     Raises `UserError` naming the row for an exception, a value that is not a finite number, or a wrong length.
     """
     try:
-        got = function(prompts, responses)
-    except Exception as err:  # the user's code can raise anything; the row is found by calling it alone
+        got = function(list(prompts), list(responses))
+        values = None if isinstance(got, (str, bytes, Mapping)) or not isinstance(got, Iterable) else list(got)
+    except (Exception, SystemExit) as err:  # the user's code can raise anything; the row is found by calling it alone
         row = _first_failing(function, prompts, responses)
         raise UserError(f"ppo.reward_function raised {_brief(err)}{_at(row, prompts, responses)}") from err
-    try:
-        values = list(got)
-    except TypeError as err:
+    if values is None:
+        if inspect.iscoroutine(got):
+            got.close()
         raise UserError(
             f"ppo.reward_function returned {type(got).__name__}; it must return one float for each response"
-        ) from err
+        )
     if len(values) != len(responses):
         raise UserError(f"ppo.reward_function returned {len(values)} values for {len(responses)} responses")
     out = []
     for row, value in enumerate(values):
         try:
             number = float(value)
-        except (TypeError, ValueError) as err:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as err:
             raise UserError(
                 f"ppo.reward_function returned {value!r}, not a number{_at(row, prompts, responses)}"
             ) from err
-        if not math.isfinite(number):
+        if not abs(number) <= _LARGEST:
             raise UserError(f"ppo.reward_function returned {number}{_at(row, prompts, responses)}")
         out.append(number)
     return out
 
 
-def _brief(err: Exception) -> str:
-    return " ".join(f"{type(err).__name__}: {err}".split())
+def _brief(err: BaseException) -> str:
+    try:
+        text = str(err)
+    except Exception:  # the user's exception may not even print
+        text = ""
+    return " ".join(f"{type(err).__name__}: {text}".split())
 
 
 def _first_failing(function: RewardFunction, prompts: list[str], responses: list[str]) -> int | None:
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         try:
             function([prompt], [response])
-        except Exception:  # which row it is is all that is asked here; the first error is the one reported
+        except (
+            Exception,
+            SystemExit,
+        ):  # which row it is is all that is asked here; the first error is the one reported
             return row
     return None
 

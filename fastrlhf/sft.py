@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fastrlhf.checkpoint import digest
 from fastrlhf.config import Config
 from fastrlhf.data.batching import micro_batches, pad_right
 from fastrlhf.data.tokenize import SFTExample
@@ -77,7 +78,17 @@ def train_sft(policy: PreTrainedModel, examples: Sequence[SFTExample], cfg: Conf
             total += loss.detach()
         return StepResult({"loss": total / n}, sum(len(rows[i]) for i in batch))
 
-    return fit(policy, len(rows), batch_loss, cfg=cfg, stage="sft", settings=cfg.sft, run=run, prefix="train/sft")
+    return fit(
+        policy,
+        len(rows),
+        batch_loss,
+        cfg=cfg,
+        stage="sft",
+        settings=cfg.sft,
+        run=run,
+        prefix="train/sft",
+        data=digest([*rows, np.array(firsts)]),
+    )
 
 
 @torch.no_grad()

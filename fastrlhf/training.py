@@ -87,8 +87,11 @@ def fit(
     settings: SFTConfig | RewardConfig,
     run: RunFolder,
     prefix: str,
+    data: str,
 ) -> dict[str, float]:
     """Train `model`: `batch_loss(rows)` runs forward and backward of one batch. Returns the last step's means.
+
+    `data` is the `digest` of what it trains on, so that a run is never resumed with other rows.
 
     The last, smaller batch of an epoch is trained on too. Raises `Interrupted` after a signal, `UserError` on a
     loss that is not finite.
@@ -106,8 +109,10 @@ def fit(
             checkpoint, modules={"model": model}, optimizer=optimizer, generators={"shuffle": shuffle}
         )
         step, order, last = state["step"], state["order"], state["last"]
-        if len(order) != n_rows:
-            raise UserError(f"resume: {stage} began with {len(order)} rows, now there are {n_rows}; restore the data")
+        if len(order) != n_rows or state["data"] != data:
+            raise UserError(
+                f"resume: {stage} began with {len(order)} rows, and these {n_rows} are not the same; restore the data"
+            )
     model.train()
 
     def save() -> Path:
@@ -118,7 +123,7 @@ def fit(
             modules={"model": model},
             optimizer=optimizer,
             generators={"shuffle": shuffle},
-            state={"step": step, "order": order, "last": last},
+            state={"step": step, "order": order, "last": last, "data": data},
             keep=cfg.checkpoint.keep,
         )
 

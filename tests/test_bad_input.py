@@ -28,6 +28,15 @@ def raises(prompts, responses):
     if len(prompts) > 1 or "horse went" in prompts[0]:
         raise KeyError("two\\nlines")
     return [1.0]
+
+def exits(prompts, responses):
+    raise SystemExit(0)
+
+async def later(prompts, responses):
+    return [1.0] * len(responses)
+
+def huge(prompts, responses):
+    return [1e300] * len(responses)
 """
 
 
@@ -82,6 +91,7 @@ def bench(finished, rows, tmp_path_factory):
 
 
 # name: command, overrides ({} is the folder of `bench`), words of the sentence
+TYPO = {"model_type": "gpt_neox", "hiden_size": 16}
 SHORT = {"model_type": "gpt_neox", "hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 8}
 CASES = {
     "missing file": ("sft", {"data.sft": "{}/emty.jsonl"}, ["data.sft", "emty.jsonl does not exist", "empty.jsonl?"]),
@@ -111,6 +121,11 @@ CASES = {
     "function: NaN": ("ppo", {"ppo.reward_function": "rewards:nan"}, ["returned nan at row 2 (prompt ending 'The"]),
     "function: text": ("ppo", {"ppo.reward_function": "rewards:words"}, ["returned 'much', not a number at row 7"]),
     "function: scalar": ("ppo", {"ppo.reward_function": "rewards:one"}, ["returned float"]),
+    "function: exits": ("ppo", {"ppo.reward_function": "rewards:exits"}, ["raised SystemExit"]),
+    "function: async": ("ppo", {"ppo.reward_function": "rewards:later"}, ["returned coroutine"]),
+    "function: huge": ("ppo", {"ppo.reward_function": "rewards:huge"}, ["returned 1e+300 at row 0"]),
+    "from_scratch typo": ("sft", {"model.from_scratch": TYPO}, ["no field 'hiden_size'; did you mean hidden_size?"]),
+    "other command": ("sft", {"output_dir": "{}/run", "resume": True}, ["was started by `fastrlhf run`"]),
     "function: exception": ("ppo", {"ppo.reward_function": "rewards:raises"}, ["KeyError: 'two\\nlines'", "row"]),
     "output_dir under a file": ("sft", {"output_dir": "{}/file/run"}, ["cannot write", "file/run", "output_dir"]),
     "output_dir is a file": ("sft", {"output_dir": "{}/file"}, ["output_dir", "is a file"]),
@@ -182,12 +197,14 @@ def test_a_folder_without_write_permission(cli, tiny_config, tmp_path):
 
 
 def test_a_second_process_on_the_same_folder_is_refused(cli, tiny_config, bench):
+    from fastrlhf.config import set_token_budgets
     from fastrlhf.config_parser import config_to_yaml
     from fastrlhf.run_folder import RunFolder
 
     (bench / "held").mkdir()
     shutil.copy(bench / "run" / "config.yaml", bench / "held")
     cfg = tiny_config(bench / "held", resume=True)
+    set_token_budgets(cfg)
     before = contents(bench / "held")
     with RunFolder.open(cfg, "run", config_yaml=config_to_yaml(cfg)):
         done = cli("run", cfg)

@@ -176,3 +176,49 @@ def test_impossible_numbers_are_refused_by_name(field, value, rule):
 
 def test_the_defaults_can_be_used():
     check_values(Config())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("ppo.preset", "referense", "ppo.preset is 'referense'; it must be default or reference"),
+        ("rollout.engine", None, "rollout.engine is None; it must be native or hf"),
+        ("ppo.klcoef", 3, "there is no field ppo.klcoef; did you mean ppo.kl_coef?"),
+        ("ppo.lr", "1e-5", "ppo.lr is '1e-5'; it must be a number"),
+        ("batch.prompts_per_update", 8.0, "batch.prompts_per_update is 8.0; it must be a whole number"),
+        ("ppo.whiten_rewards", 1, "ppo.whiten_rewards is 1; it must be true or false"),
+        ("ppo", None, "ppo is None; it must be a section of fields"),
+        ("model.dtype", "float16", "model.dtype is 'float16'; it must be float32 or bfloat16"),
+    ],
+)
+def test_what_python_lets_anyone_assign_is_checked(field, value, said):
+    cfg = Config()
+    section, _, name = field.rpartition(".")
+    setattr(getattr(cfg, section) if section else cfg, name, value)
+    with pytest.raises(UserError, match=re.escape(said)):
+        check_values(cfg)
+
+
+def test_paths_and_numpy_numbers_become_plain(tmp_path):
+    import numpy as np
+
+    cfg = Config(output_dir=tmp_path, seed=np.int64(3))
+    cfg.ppo.lr, cfg.ppo.kl_coef = np.float64(1e-5), 1
+    check_values(cfg)
+    assert cfg.output_dir == str(tmp_path)
+    assert [type(x) for x in (cfg.seed, cfg.ppo.lr, cfg.ppo.kl_coef)] == [int, float, float]
+    config_to_yaml(cfg)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("sft: {lr: 1.0e-3}\nseed: 2\nsft: {batch_size: 4}\n", "line 3 is not valid YAML: 'sft' stands twice"),
+        ("ppo: null\n", "ppo must be a mapping"),
+    ],
+)
+def test_yaml_that_would_lose_something(tmp_path, text, said):
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=re.escape(said)):
+        parse("--config", str(file))

@@ -137,3 +137,27 @@ def test_braces_in_a_field_are_text():
 
 def test_one_leading_space():
     assert summary_text("a cat") == " a cat" == summary_text(" a cat")
+
+
+@pytest.mark.parametrize("newlines", [False, True])
+def test_a_post_far_too_long_is_cut_as_the_slow_way_does_it(tokenizer, newlines):
+    import random
+    import time
+
+    rng = random.Random(1)
+    words = [rng.choice(["a", "sister", "was", "12,5", "überaus", "don't", "\U0001f600"]) for _ in range(400)]
+    post = ("\n" if newlines else " ").join(words) + (" tail" * 300)
+    fields = {"subreddit": "r", "title": "t", "post": post}
+
+    def slowly(limit):
+        text = post
+        while len(ids := tokenizer.encode(format_query({**fields, "post": text}), add_special_tokens=False)) > limit:
+            at = text.rfind("\n")
+            text = text[:at] if at >= 0 else text[:-1]
+        return ids
+
+    for limit in (40, 100, 301):
+        assert build_query(fields, tokenizer, max_length=limit) == (slowly(limit), True)
+    began = time.perf_counter()
+    build_query({**fields, "post": "word " * 40_000}, tokenizer, max_length=100)
+    assert time.perf_counter() - began < 20  # the slow way takes hours

@@ -16,7 +16,8 @@ def open_run(cfg, command="run"):
 def test_a_new_folder_holds_the_configuration(tiny_config, tmp_path):
     cfg = tiny_config(tmp_path / "a" / "b")
     with open_run(cfg) as run:
-        assert (run.root / "config.yaml").read_text() == config_to_yaml(cfg)
+        head, text = (run.root / "config.yaml").read_text().split("\n", 1)
+        assert head == "# fastrlhf run" and text == config_to_yaml(cfg)
         stage = run.stage("sft")
         assert (stage.root, stage.path, stage.path.is_dir()) == (run.root, run.root / "sft", True)
         assert stage.checkpoints == run.root / "checkpoints" / "sft"

@@ -10,6 +10,9 @@ from fastrlhf.errors import UserError
 
 __all__ = ["build_query", "format_query", "summary_text"]
 
+# Tokens by which the start of a text may be longer when it is encoded alone.
+_SLACK = 64
+
 
 def format_query(fields: Mapping[str, str]) -> str:
     """subreddit, title and post -> the query, without a space at its end."""
@@ -30,8 +33,14 @@ def build_query(
     Raises `UserError` naming `where` when even an empty post does not fit.
     """
     post = fields["post"]
-    ids = tokenizer.encode(format_query(fields), add_special_tokens=False)
+    encoding = tokenizer(format_query(fields), add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
+    ids = encoding["input_ids"]
     cut = False
+    # Far over the limit, what is removed next need not be encoded: a post this long cannot fit.
+    hopeless = len(post) + 1
+    if tokenizer.is_fast and len(ids) > max_length + _SLACK:
+        head = len(format_query({**fields, "post": ""})) - len("\n\nTL;DR:")
+        hopeless = encoding["offset_mapping"][max_length + _SLACK][0] - head
     while len(ids) > max_length:
         if not post:
             raise UserError(
@@ -40,7 +49,9 @@ def build_query(
             )
         # As the reference: to just before the last newline, wherever it is; else one character.
         newline = post.rfind("\n")
-        post = post[:newline] if newline >= 0 else post[:-1]
+        post = post[:newline] if newline >= 0 else post[: max(0, min(len(post) - 1, hopeless))]
+        if len(post) > hopeless:
+            continue
         ids = tokenizer.encode(format_query({**fields, "post": post}), add_special_tokens=False)
         cut = True
     return ids, cut

@@ -121,15 +121,21 @@ def _hugging_face(
         eos_token_id=eos_id,
         pad_token_id=eos_id,  # what finished rows are filled with
     )
-    with torch.random.fork_rng():
-        if seed is not None:
-            torch.manual_seed(seed)
-        sequences = cast(Any, model).generate(
-            input_ids=torch.from_numpy(ids).to(device),
-            attention_mask=torch.from_numpy(mask).to(device),
-            generation_config=config,
-            logits_processor=LogitsProcessorList([recorder]),
-        )
+    own = model.generation_config
+    # What the model's folder asks for (penalties, suppressed tokens) would fill in whatever `config` leaves open.
+    model.generation_config = GenerationConfig()
+    try:
+        with torch.random.fork_rng():
+            if seed is not None:
+                torch.manual_seed(seed)
+            sequences = cast(Any, model).generate(
+                input_ids=torch.from_numpy(ids).to(device),
+                attention_mask=torch.from_numpy(mask).to(device),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([recorder]),
+            )
+    finally:
+        model.generation_config = own
     return recorder.result(sequences[:, L:], response_length, eos_id)
 
 
