@@ -130,7 +130,8 @@ def _checksum(path: Path) -> int:
 
 
 def _all(folder: Path) -> list[Path]:
-    return sorted(folder.glob(f"{_PREFIX}*")) if folder.is_dir() else []
+    found = folder.glob(f"{_PREFIX}*") if folder.is_dir() else []
+    return sorted(path for path in found if path.name.removeprefix(_PREFIX).isdecimal())
 
 
 def digest(rows: Iterable[np.ndarray]) -> str:
@@ -151,11 +152,14 @@ def latest_checkpoint(folder: Path) -> Path | None:
 def _verify(path: Path) -> None:
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as err:
+        files = [(str(name), int(size), int(checksum)) for name, (size, checksum) in manifest.items()]
+        if not files:
+            raise ValueError("it lists no file")
+    except (OSError, ValueError, TypeError, AttributeError) as err:
         raise UserError(
             f"checkpoint {path} is damaged (manifest.json); remove the folder to go on from the one before"
         ) from err
-    for name, (size, checksum) in manifest.items():
+    for name, size, checksum in files:
         file = path / name
         if not file.is_file() or file.stat().st_size != size or _checksum(file) != checksum:
             raise UserError(f"checkpoint {path} is damaged ({name}); remove the folder to go on from the one before")

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _terminated_like_interrupted():
             return _dispatch(command, args[1:])
     except KeyboardInterrupt:
-        print(f"fastrlhf {command}: stopped by a signal; --resume goes on from the last checkpoint", file=sys.stderr)
+        print(f"fastrlhf {command}: stopped by a signal; --resume goes on if the run has begun", file=sys.stderr)
         return 130
     except UserError as err:
         print(f"fastrlhf {command}: {err}", file=sys.stderr)

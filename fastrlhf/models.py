@@ -52,6 +52,8 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as err:
         raise UserError(f"model.device: {name!r} is not a device; use auto, cpu or cuda") from err
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"model.device: {name} is not supported; use auto, cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"model.device: {name} was asked for, but torch sees no CUDA device; use model.device: cpu")
     return device

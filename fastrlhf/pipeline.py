@@ -146,9 +146,10 @@ def _check(cfg: Config, stages: tuple[str, ...]) -> None:
     """Everything that can be refused before a model or data set is read; prints PPO's batch arithmetic."""
     check_values(cfg)
     set_token_budgets(cfg)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
-            "WORLD_SIZE is above 1, but distributed.strategy: none runs one process; start it without a launcher"
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but distributed.strategy: none runs one process; "
+            "start it without a launcher"
         )
     needed = {"sft": ("sft", cfg.data.sft), "reward": ("preferences", cfg.data.preferences)}
     for stage in stages:
@@ -177,6 +178,8 @@ def _check(cfg: Config, stages: tuple[str, ...]) -> None:
             raise UserError("ppo needs a reward: set ppo.reward_model or ppo.reward_function")
         if cfg.ppo.reward_function:
             load_reward_function(cfg.ppo.reward_function)
+        if cfg.ppo.record_rollouts and cfg.model.dtype != "float32":
+            raise UserError("ppo.record_rollouts needs model.dtype float32, which is what a replay computes in")
         sizes = BatchSizes.derive(cfg)
         print(
             f"ppo: {sizes.episodes:,} episodes = {sizes.updates:,} updates x {cfg.batch.prompts_per_update:,} prompts; "
@@ -192,7 +195,10 @@ def _stage(
     done = run.path / name / "done.json"
     if done.is_file():
         print(f"{name}: already done", flush=True)
-        return json.loads(done.read_text(encoding="utf-8"))
+        try:
+            return dict(json.loads(done.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as err:
+            raise UserError(f"resume: {done} is damaged; remove it to run {name} from its last checkpoint") from err
     began = time.perf_counter()
     disable_progress_bar()  # of loading weights: it would run into our own
     with disk_errors(run.path / name):

@@ -116,7 +116,11 @@ def _table(table: Any, path: Path, field: str) -> Iterator[tuple[str, Mapping[st
         raise UserError(f"{field}: {path} has more than one column {twice[0]!r}; rename or remove one")
     number = 0
     for batch in table.to_batches(max_chunksize=4096):
-        for record in batch.to_pylist():
+        try:
+            records = batch.to_pylist()
+        except (ValueError, OverflowError) as err:  # ValueError: text that is not UTF-8
+            raise UserError(f"{field}: a row of {path} after row {number} cannot be read ({_brief(err)})") from err
+        for record in records:
             number += 1
             yield f"{path} row {number}", record
 
@@ -127,7 +131,7 @@ def _parquet(path: Path, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
     try:
         table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as err:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as err:
         raise UserError(f"{field}: {path} is not a readable parquet file ({_brief(err)})") from err
     yield from _table(table, path, field)
 
@@ -149,7 +153,7 @@ def _csv(path: Path, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             parse_options=parse,
             convert_options=pyarrow.csv.ConvertOptions(column_types=types, strings_can_be_null=False),
         )
-    except (pyarrow.ArrowException, OSError) as err:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as err:
         raise UserError(f"{field}: {path} is not a readable CSV file with a header line ({_brief(err)})") from err
     yield from _table(table, path, field)
 
