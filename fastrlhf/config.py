@@ -410,7 +410,9 @@ class BatchSizes:
         minibatch = exact_div(rollout, b.minibatches, "batch.prompts_per_update", "batch.minibatches")
         micro = minibatch
         if b.micro_batch_size is not None:
-            exact_div(minibatch, b.micro_batch_size, "the minibatch", "batch.micro_batch_size")
+            exact_div(
+                minibatch, b.micro_batch_size, "batch.prompts_per_update / batch.minibatches", "batch.micro_batch_size"
+            )
             micro = b.micro_batch_size
         steps = updates * cfg.ppo.epochs * b.minibatches
         return BatchSizes(b.episodes, rollout, minibatch, micro, updates, steps)
