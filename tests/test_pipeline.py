@@ -172,3 +172,17 @@ def test_evaluate_measures_a_saved_policy(cli, tiny_config, finished, tmp_path):
     assert summary["score"] == pytest.approx(sum(row["score"] for row in rows) / len(rows))
     # The same policy, prompts and stream name apart, as in the run's own summary.
     assert "evaluate.rougeL" in done.out
+
+
+def test_our_own_recordings_replay_to_the_last_bit_in_another_family(tiny_config, tmp_path):
+    """Absolute positions, tied weights, another name for the width; layout and token budgets are recorded."""
+    from fastrlhf import pipeline
+    from fastrlhf.replay import replay
+
+    shape = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 128}
+    overrides = {"model.from_scratch": shape, "ppo.record_rollouts": True, "batch.tokens_per_micro_batch": 40}
+    pipeline.run_pipeline(tiny_config(tmp_path / "run", **overrides))
+    recordings = sorted((tmp_path / "run/ppo/recordings").glob("*.json"))
+    assert len(recordings) == 3
+    for recording in recordings:
+        assert max(replay(str(recording)).values()) == 0
