@@ -7,15 +7,14 @@ Nothing here imports torch, so `--help` and a bad key answer at once. Derived nu
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from fastrlhf.errors import UserError
+from fastrlhf.errors import UserError, did_you_mean
 
-__all__ = ["BatchSizes", "Config", "check_values", "exact_div", "set_token_budgets"]
+__all__ = ["BatchSizes", "Config", "check_values", "exact_div"]
 
 
 @dataclass
@@ -295,25 +294,16 @@ _AT_MOST_1 = ("ppo.gamma", "ppo.lam")
 _ANY_SIGN = ("ppo.missing_eos_score", "ppo.kl_coef")
 
 
-def set_token_budgets(cfg: Config) -> None:
-    """Fill in the token budgets that are 0, by `model.device`."""
-    from fastrlhf.models import resolve_device
+def check_values(section: Any, prefix: str = "") -> None:
+    """Refuse fields that do not exist, values of another type, which Python lets anyone assign, and numbers that no run
+    can use. Paths and numpy's numbers become plain ones.
 
-    cpu = resolve_device(cfg.model.device).type == "cpu"
-    cfg.batch.tokens_per_micro_batch = cfg.batch.tokens_per_micro_batch or (2048 if cpu else 16_384)
-    cfg.batch.tokens_per_forward = cfg.batch.tokens_per_forward or (4096 if cpu else 32_768)
-
-
-def check_types(section: Any, prefix: str = "") -> None:
-    """Refuse fields that do not exist and values of another type, which Python lets anyone assign; paths and numpy's
-    numbers become plain ones. Raises `UserError` naming the field."""
+    `section`: a `Config`, or one of its sections with the `prefix` of its fields. Raises `UserError` naming the field.
+    """
     hints = get_type_hints(type(section))
     for name in vars(section):
         if name not in hints:
-            near = difflib.get_close_matches(name, hints, n=1)
-            raise UserError(
-                f"there is no field {prefix}{name}" + (f"; did you mean {prefix}{near[0]}?" if near else "")
-            )
+            raise UserError(f"there is no field {prefix}{name}{did_you_mean(name, hints, prefix)}")
     for name, kind in hints.items():
         value = getattr(section, name)
         if isinstance(value, os.PathLike):
@@ -326,9 +316,24 @@ def check_types(section: Any, prefix: str = "") -> None:
         if dataclasses.is_dataclass(kind):
             if type(value) is not kind:
                 raise UserError(f"{prefix}{name} is {value!r}; it must be a section of fields")
-            check_types(value, f"{prefix}{name}.")
+            check_values(value, f"{prefix}{name}.")
         elif not _fits(value, kind):
             raise UserError(f"{prefix}{name} is {value!r}; it must be {_words(kind)}")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            _check_number(f"{prefix}{name}", value)
+
+
+def _check_number(name: str, value: float) -> None:
+    rules = (
+        (not math.isfinite(value), "must be a finite number"),
+        (name in _AT_LEAST_1 and value < 1, "must be at least 1"),
+        (name in _ABOVE_0 and value <= 0, "must be above 0"),
+        (name in _AT_MOST_1 and value > 1, "must be at most 1"),
+        (name not in _ANY_SIGN and value < 0, "must not be negative"),
+    )
+    for broken, rule in rules:
+        if broken:
+            raise UserError(f"{name} is {value}; it {rule}")
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -350,29 +355,6 @@ def _words(kind: Any) -> str:
         return " or ".join(_words(part) for part in get_args(kind))
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
     return names.get(kind, "a mapping")
-
-
-def check_values(cfg: Config) -> None:
-    """Refuse numbers that no run can use. Raises `UserError` naming the field."""
-    check_types(cfg)
-
-    def look(name: str, value: Any) -> None:
-        if dataclasses.is_dataclass(value):
-            for part in dataclasses.fields(value):
-                look(f"{name}.{part.name}".lstrip("."), getattr(value, part.name))
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            rules = (
-                (not math.isfinite(value), "must be a finite number"),
-                (name in _AT_LEAST_1 and value < 1, "must be at least 1"),
-                (name in _ABOVE_0 and value <= 0, "must be above 0"),
-                (name in _AT_MOST_1 and value > 1, "must be at most 1"),
-                (name not in _ANY_SIGN and value < 0, "must not be negative"),
-            )
-            for broken, rule in rules:
-                if broken:
-                    raise UserError(f"{name} is {value}; it {rule}")
-
-    look("", cfg)
 
 
 def exact_div(a: int, b: int, what: str, by: str) -> int:

@@ -25,7 +25,7 @@ def run_demo(cfg: Config) -> dict[str, Any]:
     from fastrlhf.config_parser import config_to_yaml
     from fastrlhf.data.demo_corpus import generate_posts, gold_reward, write_corpus
     from fastrlhf.data.tldr import format_query
-    from fastrlhf.pipeline import pipeline_in, print_summary
+    from fastrlhf.pipeline import check, pipeline_in, print_summary, stages_of
     from fastrlhf.run_folder import RunFolder
 
     with RunFolder.open(cfg, "demo", config_yaml=config_to_yaml(cfg)) as run:
@@ -41,6 +41,7 @@ def run_demo(cfg: Config) -> dict[str, Any]:
             rows = zip(prompts, responses, ended, strict=True)
             return [gold_reward(by_query[p], r.strip(), ended=e) for p, r, e in rows]
 
+        check(cfg, stages_of(cfg))
         summary = pipeline_in(run, cfg, judge=judge)
         print_summary(summary)
         return summary

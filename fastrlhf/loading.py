@@ -8,10 +8,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastrlhf.config import Config
 from fastrlhf.data import prepare as data
-from fastrlhf.models import ScalarModel, check_head, load_policy, load_scalar_model, move
+from fastrlhf.models import ScalarModel, check_head, load_policy, load_scalar_model, move, resolve_device
 from fastrlhf.scoring import call_reward_function, load_reward_function
 
-__all__ = ["load_ready", "load_reward", "score_function"]
+__all__ = ["load_ready", "load_reward", "score_function", "set_token_budgets"]
+
+
+def set_token_budgets(cfg: Config) -> None:
+    """Fill in the token budgets that are 0, by `model.device`."""
+    cpu = resolve_device(cfg.model.device).type == "cpu"
+    cfg.batch.tokens_per_micro_batch = cfg.batch.tokens_per_micro_batch or (2048 if cpu else 16_384)
+    cfg.batch.tokens_per_forward = cfg.batch.tokens_per_forward or (4096 if cpu else 32_768)
 
 
 def load_ready(path: str, cfg: Config) -> PreTrainedModel:

@@ -9,7 +9,6 @@ the padding, so no mask is built, and absolute and rotary positions are right by
 from __future__ import annotations
 
 import copy
-import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -19,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from fastrlhf.errors import UserError
+from fastrlhf.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from fastrlhf.config import ModelConfig
@@ -111,9 +110,8 @@ def policy_from_config(
     for key in shape:
         # transformers keeps a field that it does not know as it is; one of an older version it takes and renames.
         if hasattr(config, key) and not hasattr(known, key):
-            near = difflib.get_close_matches(key, known.to_dict(), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise UserError(f"model.from_scratch: {model_type} has no field {key!r}{hint}")
+            near = did_you_mean(key, known.to_dict())
+            raise UserError(f"model.from_scratch: {model_type} has no field {key!r}{near}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:

@@ -24,12 +24,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from fastrlhf.checkpoint import named_generator
-from fastrlhf.config import BatchSizes, Config, check_values, set_token_budgets
+from fastrlhf.config import BatchSizes, Config, check_values
 from fastrlhf.config_parser import config_to_yaml
 from fastrlhf.data import prepare as data
 from fastrlhf.errors import UserError
 from fastrlhf.evaluate.compare import Judge, compare, measure
-from fastrlhf.loading import load_ready, load_reward, score_function
+from fastrlhf.loading import load_ready, load_reward, score_function, set_token_budgets
 from fastrlhf.models import check_head, frozen_copy, move, policy_from_config, require_folder, scalar_from_policy
 from fastrlhf.ppo import PPOModels
 from fastrlhf.ppo_loop import train_ppo
@@ -40,6 +40,7 @@ from fastrlhf.sft import evaluate_sft, train_sft
 
 __all__ = [
     "StageResult",
+    "check",
     "pipeline_in",
     "print_summary",
     "run_evaluate",
@@ -47,6 +48,7 @@ __all__ = [
     "run_ppo",
     "run_reward",
     "run_sft",
+    "stages_of",
 ]
 
 
@@ -76,7 +78,7 @@ def run_ppo(cfg: Config) -> StageResult:
 
 def _alone(cfg: Config, name: str, work: Callable[[Config, RunFolder], dict[str, Any]]) -> StageResult:
     cfg = copy.deepcopy(cfg)
-    _check(cfg, (name,))
+    check(cfg, (name,))
     with _open_run(cfg, name) as run:
         metrics = _stage(cfg, run, name, work)
         _write_summary(run, {name: metrics})
@@ -90,25 +92,26 @@ def run_pipeline(cfg: Config) -> dict[str, Any]:
     after a signal.
     """
     cfg = copy.deepcopy(cfg)
-    _check(cfg, _stages(cfg))
+    check(cfg, stages_of(cfg))
     with _open_run(cfg, "run") as run:
         return pipeline_in(run, cfg)
 
 
-def _stages(cfg: Config) -> tuple[str, ...]:
+def stages_of(cfg: Config) -> tuple[str, ...]:
+    """The stages of a whole run: one trains the reward unless it is given."""
     learns_reward = cfg.ppo.reward_model is None and cfg.ppo.reward_function is None
     return ("sft", "reward", "ppo") if learns_reward else ("sft", "ppo")
 
 
 def pipeline_in(run: RunFolder, cfg: Config, *, judge: Judge | None = None) -> dict[str, Any]:
-    """`run_pipeline` in a folder that is already open. `judge` measures the held-out responses beside the reward."""
-    stages = _stages(cfg)
-    _check(cfg, stages)
-    # What a later stage would refuse is refused before the first one has trained for hours.
-    data.read(cfg, "sft")
+    """`run_pipeline` with a configuration that passed `check`, in a folder that is already open. `judge` measures the
+    held-out responses beside the reward."""
+    stages = stages_of(cfg)
+    # What a later stage would refuse is refused before the first one has trained for hours; `data.sft` it reads itself.
     if "reward" in stages:
         data.read(cfg, "preferences")
-    data.read(cfg, "prompts")
+    if cfg.data.prompts is not None or cfg.data.prompts_eval is not None:
+        data.read(cfg, "prompts")
     if cfg.ppo.reward_model:
         require_folder(cfg.ppo.reward_model, "ppo.reward_model")
     after_sft = copy.deepcopy(cfg)
@@ -142,7 +145,7 @@ def _write_summary(run: RunFolder, summary: dict[str, Any]) -> None:
     atomic_write_text(run.path / "summary.json", json.dumps(summary, indent=2, default=str) + "\n")
 
 
-def _check(cfg: Config, stages: tuple[str, ...]) -> None:
+def check(cfg: Config, stages: tuple[str, ...]) -> None:
     """Everything that can be refused before a model or data set is read; prints PPO's batch arithmetic."""
     check_values(cfg)
     set_token_budgets(cfg)
@@ -296,7 +299,7 @@ def _ppo(cfg: Config, run: RunFolder) -> dict[str, Any]:
 def run_evaluate(cfg: Config) -> dict[str, Any]:
     """Sample the policy at `cfg.model.path` on held-out prompts; writes summary.json and samples.jsonl."""
     cfg = copy.deepcopy(cfg)
-    _check(cfg, ("evaluate",))
+    check(cfg, ("evaluate",))
     disable_progress_bar()
     with _open_run(cfg, "evaluate") as run:
         tokenizer = data.load_tokenizer_of(cfg)

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, get_
 
 from fastrlhf.config import PPOConfig
 from fastrlhf.episodes import RecordedLayout, Rollout
-from fastrlhf.errors import UserError
+from fastrlhf.errors import UserError, brief
 from fastrlhf.models import ScalarModel, ScalarModelConfig, disable_dropout, frozen_copy
 from fastrlhf.ppo import Experience, MicroBatch, PPOModels, Settings, make_experience, optimize, score
 from fastrlhf.recording import scatter_slots
@@ -144,7 +144,7 @@ def replay(basename: str) -> dict[str, float]:
         return run(recording).worst
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, ZeroDivisionError, RuntimeError) as err:
         # Nothing but the recording decides what happens here, and it may hold anything.
-        what = " ".join(f"{type(err).__name__}: {err}".split())[:160]
+        what = f"{type(err).__name__}: {brief(err)}"
         raise UserError(f"replay: {recording.base} is not a whole recording that fits its model ({what})") from err
 
 

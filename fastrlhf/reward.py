@@ -67,17 +67,7 @@ def train_reward(
         tokens = sum(len(chosen[i]) + len(rejected[i]) for i in batch)
         return StepResult(dict(zip(names, (sums / len(batch)).unbind(), strict=True)), tokens)
 
-    return fit(
-        model,
-        len(chosen),
-        batch_loss,
-        cfg=cfg,
-        stage="reward",
-        settings=cfg.reward,
-        run=run,
-        prefix="train/rm",
-        data=digest([*chosen, *rejected]),
-    )
+    return fit(model, len(chosen), batch_loss, cfg=cfg, stage="reward", run=run, data=digest([*chosen, *rejected]))
 
 
 @torch.no_grad()

@@ -78,17 +78,7 @@ def train_sft(policy: PreTrainedModel, examples: Sequence[SFTExample], cfg: Conf
             total += loss.detach()
         return StepResult({"loss": total / n}, sum(len(rows[i]) for i in batch))
 
-    return fit(
-        policy,
-        len(rows),
-        batch_loss,
-        cfg=cfg,
-        stage="sft",
-        settings=cfg.sft,
-        run=run,
-        prefix="train/sft",
-        data=digest([*rows, np.array(firsts)]),
-    )
+    return fit(policy, len(rows), batch_loss, cfg=cfg, stage="sft", run=run, data=digest([*rows, np.array(firsts)]))
 
 
 @torch.no_grad()

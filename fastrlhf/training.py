@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -83,10 +83,8 @@ def fit(
     batch_loss: Callable[[list[int]], StepResult],
     *,
     cfg: Config,
-    stage: str,
-    settings: SFTConfig | RewardConfig,
+    stage: Literal["sft", "reward"],
     run: RunFolder,
-    prefix: str,
     data: str,
 ) -> dict[str, float]:
     """Train `model`: `batch_loss(rows)` runs forward and backward of one batch. Returns the last step's means.
@@ -96,6 +94,8 @@ def fit(
     The last, smaller batch of an epoch is trained on too. Raises `Interrupted` after a signal, `UserError` on a
     loss that is not finite.
     """
+    settings: SFTConfig | RewardConfig = cfg.sft if stage == "sft" else cfg.reward
+    prefix = "train/sft" if stage == "sft" else "train/rm"
     per_epoch = math.ceil(n_rows / settings.batch_size)
     total = per_epoch * settings.epochs
     optimizer = adamw(model, lr=settings.lr, eps=settings.eps, weight_decay=settings.weight_decay)

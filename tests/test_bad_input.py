@@ -197,8 +197,8 @@ def test_a_folder_without_write_permission(cli, tiny_config, tmp_path):
 
 
 def test_a_second_process_on_the_same_folder_is_refused(cli, tiny_config, bench):
-    from fastrlhf.config import set_token_budgets
     from fastrlhf.config_parser import config_to_yaml
+    from fastrlhf.loading import set_token_budgets
     from fastrlhf.run_folder import RunFolder
 
     (bench / "held").mkdir()

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from fastrlhf.config import Config, set_token_budgets
+from fastrlhf.config import Config
 from fastrlhf.data.tokenize import load_tokenizer
 from fastrlhf.evaluate.sampling import sample
+from fastrlhf.loading import set_token_budgets
 from fastrlhf.models import disable_dropout, frozen_copy, scalar_from_policy
 from fastrlhf.ppo import PPOModels, make_experience, optimize, score
 from fastrlhf.ppo_loop import ppo_settings

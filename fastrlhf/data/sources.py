@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fastrlhf.data.tldr import format_query
-from fastrlhf.errors import UserError
+from fastrlhf.errors import UserError, brief
 
 __all__ = ["Row", "is_local", "load_rows", "split_heldout"]
 
@@ -100,7 +100,7 @@ def _jsonl(path: Path, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
                     record = json.loads(line)
                 except (ValueError, RecursionError) as err:  # ValueError: bad UTF-8 or JSON, or a number too long
                     raise UserError(
-                        f"{field}: {where} is not valid JSON ({_brief(err)}); mend or remove the line"
+                        f"{field}: {where} is not valid JSON ({brief(err)}); mend or remove the line"
                     ) from err
                 if not isinstance(record, dict):
                     raise UserError(f"{field}: {where} is a JSON {type(record).__name__}, not an object")
@@ -119,7 +119,7 @@ def _table(table: Any, path: Path, field: str) -> Iterator[tuple[str, Mapping[st
         try:
             records = batch.to_pylist()
         except (ValueError, OverflowError) as err:  # ValueError: text that is not UTF-8
-            raise UserError(f"{field}: a row of {path} after row {number} cannot be read ({_brief(err)})") from err
+            raise UserError(f"{field}: a row of {path} after row {number} cannot be read ({brief(err)})") from err
         for record in records:
             number += 1
             yield f"{path} row {number}", record
@@ -132,7 +132,7 @@ def _parquet(path: Path, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as err:
-        raise UserError(f"{field}: {path} is not a readable parquet file ({_brief(err)})") from err
+        raise UserError(f"{field}: {path} is not a readable parquet file ({brief(err)})") from err
     yield from _table(table, path, field)
 
 
@@ -154,7 +154,7 @@ def _csv(path: Path, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             convert_options=pyarrow.csv.ConvertOptions(column_types=types, strings_can_be_null=False),
         )
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as err:
-        raise UserError(f"{field}: {path} is not a readable CSV file with a header line ({_brief(err)})") from err
+        raise UserError(f"{field}: {path} is not a readable CSV file with a header line ({brief(err)})") from err
     yield from _table(table, path, field)
 
 
@@ -166,12 +166,12 @@ def _hub(source: str, split: str, field: str) -> Iterator[tuple[str, Mapping[str
     except OSError as err:
         raise UserError(
             f"{field}: {source} is neither a file here nor a data set that can be reached or is cached "
-            f"({_brief(err)}); check the name and the network"
+            f"({brief(err)}); check the name and the network"
         ) from err
     except (DatasetsError, ValueError, RuntimeError) as err:
         cause = err.__cause__ or err
         raise UserError(
-            f"{field}: cannot load split {split!r} of {source} ({_brief(cause)}); "
+            f"{field}: cannot load split {split!r} of {source} ({brief(cause)}); "
             "choose another split or mend the data set"
         ) from err
     for number, record in enumerate(dataset, 1):
@@ -191,10 +191,6 @@ def _open_hub(source: str, split: str) -> Any:
         except (OSError, ValueError):
             raise unreachable from None
     return load_dataset(folder, split=split)
-
-
-def _brief(err: BaseException) -> str:
-    return " ".join(str(err).split())[:160]
 
 
 # --- checking

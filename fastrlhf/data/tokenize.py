@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from fastrlhf.config import DataConfig
 from fastrlhf.data.sources import Row, Text
 from fastrlhf.data.tldr import build_query, format_query, summary_text
-from fastrlhf.errors import UserError
+from fastrlhf.errors import UserError, brief
 
 __all__ = [
     "PreferenceExample",
@@ -79,9 +79,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         # The tokenizers library raises a bare `Exception` for a broken file; anything else is a fault of ours.
         if type(err) is not Exception and not isinstance(err, (OSError, ValueError, KeyError)):
             raise
-        raise UserError(
-            f"model.tokenizer: cannot load a tokenizer from {path} ({' '.join(str(err).split())[:160]})"
-        ) from err
+        raise UserError(f"model.tokenizer: cannot load a tokenizer from {path} ({brief(err)})") from err
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"model.tokenizer: the tokenizer in {path} has no EOS token; set eos_token in its tokenizer_config.json"
