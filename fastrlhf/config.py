@@ -55,8 +55,8 @@ class DataConfig:
     """Held-out prompts; default: `eval_split` of a hub id, or `eval_fraction` of `prompts`."""
     train_split: str = "train"
     """Split of a hub data set to train on."""
-    eval_split: str = "validation"
-    """Split of a hub data set to evaluate on."""
+    eval_split: str | None = "validation"
+    """Split of a hub data set to evaluate on; null holds out `eval_fraction` of the training split."""
     eval_fraction: float = 0.05
     """Share held out of a file without its own evaluation rows; chosen by a hash of the prompt, so that every
     stage holds out the same prompts."""

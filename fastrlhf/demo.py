@@ -25,9 +25,10 @@ def run_demo(cfg: Config) -> dict[str, Any]:
     from fastrlhf.config_parser import config_to_yaml
     from fastrlhf.data.demo_corpus import generate_posts, gold_reward, write_corpus
     from fastrlhf.data.tldr import format_query
-    from fastrlhf.pipeline import check, pipeline_in, print_summary, stages_of
+    from fastrlhf.pipeline import check, pipeline_in, print_summary, resolve, stages_of
     from fastrlhf.run_folder import RunFolder
 
+    resolve(cfg)
     with RunFolder.open(cfg, "demo", config_yaml=config_to_yaml(cfg)) as run:
         paths = write_corpus(run.path / "corpus", seed=cfg.seed, n_posts=POSTS, n_heldout=HELDOUT)
         cfg.data.sft, cfg.data.sft_eval = str(paths.sft_train), str(paths.sft_eval)

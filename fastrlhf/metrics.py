@@ -118,9 +118,11 @@ def _cut(path: Path, stage: str, step: int) -> None:
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except ValueError:
             continue
-        if row.get("stage") != stage or row.get("step", 0) <= step:
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            continue
+        if row.get("stage") != stage or row["step"] <= step:
             kept.append(line + "\n")
     atomic_write_text(path, "".join(kept))
 

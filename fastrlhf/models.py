@@ -9,14 +9,16 @@ the padding, so no mask is built, and absolute and rotary positions are right by
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from fastrlhf_kernels import linear_token_logprobs
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from fastrlhf.errors import UserError, did_you_mean
 
@@ -140,28 +142,43 @@ def load_policy(path: str, cfg: ModelConfig, *, attn: str = "auto", field: str =
     """
     require_folder(path, field)
     try:
-        model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
-            path,
-            dtype=_dtype(cfg.dtype),
-            trust_remote_code=cfg.trust_remote_code,
-            use_safetensors=True,  # a pickle from the outside can run code
-            output_loading_info=True,
-            **_attn(attn),
-        )
-    except (OSError, ValueError, KeyError, SafetensorError) as err:
+        with _no_report():
+            model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
+                path,
+                dtype=_dtype(cfg.dtype),
+                trust_remote_code=cfg.trust_remote_code,
+                use_safetensors=True,  # a pickle from the outside can run code
+                ignore_mismatched_sizes=True,  # refused below, by name
+                output_loading_info=True,
+                **_attn(attn),
+            )
+    except Exception as err:  # transformers checks a folder with whatever it has at hand
         raise UserError(f"{field}: cannot load a causal language model from {path}: {_first_line(err)}") from err
     _refuse_incomplete(info, path, field)
-    return _ready(model)
+    return _ready(model, path, field)
 
 
-def _ready(model: PreTrainedModel) -> PreTrainedModel:
-    """Dropout off, and the weights in memory of their own.
+@contextmanager
+def _no_report() -> Iterator[None]:
+    """Without transformers' table of missing and misshapen weights: our own sentence says it."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _ready(model: PreTrainedModel, path: str, field: str) -> PreTrainedModel:
+    """Dropout off, and the weights finite and in memory of their own.
 
     As loaded they are a view into the file, at whatever address its header leaves them: matrix products over such
     addresses are slower and end in other bits than those of the model that was saved.
     """
     disable_dropout(model)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.detach().isfinite().all()):
+            raise UserError(f"{field}: {path} holds weights that are not finite ({name}); use an earlier checkpoint")
         parameter.data = parameter.data.clone()
     return model
 
@@ -275,13 +292,22 @@ def load_scalar_model(
             raise UserError(
                 f"{field}: {path} is not a reward model written by `fastrlhf reward` (no base_config in config.json)"
             )
-        model, info = cast(Any, ScalarModel).from_pretrained(
-            path, config=config, dtype=_dtype(cfg.dtype), use_safetensors=True, output_loading_info=True, **_attn(attn)
-        )
-    except (OSError, ValueError, KeyError, SafetensorError) as err:
+        with _no_report():
+            model, info = cast(Any, ScalarModel).from_pretrained(
+                path,
+                config=config,
+                dtype=_dtype(cfg.dtype),
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **_attn(attn),
+            )
+    except UserError:
+        raise
+    except Exception as err:
         raise UserError(f"{field}: cannot load a reward model from {path}: {_first_line(err)}") from err
     _refuse_incomplete(info, path, field, allow_unexpected=False)
-    return cast(ScalarModel, _ready(model))
+    return cast(ScalarModel, _ready(model, path, field))
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:

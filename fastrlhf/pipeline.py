@@ -9,12 +9,12 @@ from __future__ import annotations
 import copy
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -34,7 +34,7 @@ from fastrlhf.models import check_head, frozen_copy, move, policy_from_config, r
 from fastrlhf.ppo import PPOModels
 from fastrlhf.ppo_loop import train_ppo
 from fastrlhf.reward import accuracy, normalize, train_reward
-from fastrlhf.run_folder import RunFolder, atomic_write_text, disk_errors
+from fastrlhf.run_folder import RunFolder, atomic_write_text, disk_errors, save_whole
 from fastrlhf.scoring import load_reward_function
 from fastrlhf.sft import evaluate_sft, train_sft
 
@@ -43,6 +43,7 @@ __all__ = [
     "check",
     "pipeline_in",
     "print_summary",
+    "resolve",
     "run_evaluate",
     "run_pipeline",
     "run_ppo",
@@ -107,17 +108,12 @@ def pipeline_in(run: RunFolder, cfg: Config, *, judge: Judge | None = None) -> d
     """`run_pipeline` with a configuration that passed `check`, in a folder that is already open. `judge` measures the
     held-out responses beside the reward."""
     stages = stages_of(cfg)
-    # What a later stage would refuse is refused before the first one has trained for hours; `data.sft` it reads itself.
-    if "reward" in stages:
-        data.read(cfg, "preferences")
-    if cfg.data.prompts is not None or cfg.data.prompts_eval is not None:
-        data.read(cfg, "prompts")
     if cfg.ppo.reward_model:
         require_folder(cfg.ppo.reward_model, "ppo.reward_model")
     after_sft = copy.deepcopy(cfg)
     after_sft.model.path = str(run.path / "sft" / "model")
     after_sft.model.tokenizer = after_sft.model.from_scratch = after_sft.model.train_tokenizer = None
-    done = {"sft": _stage(cfg, run, "sft", _sft)}
+    done = {"sft": _stage(cfg, run, "sft", partial(_sft, later=stages[1:]))}
     if "reward" in stages:
         done["reward"] = _stage(after_sft, run, "reward", _reward)
         after_sft.ppo.reward_model = str(run.path / "reward" / "model")
@@ -145,10 +141,17 @@ def _write_summary(run: RunFolder, summary: dict[str, Any]) -> None:
     atomic_write_text(run.path / "summary.json", json.dumps(summary, indent=2, default=str) + "\n")
 
 
-def check(cfg: Config, stages: tuple[str, ...]) -> None:
-    """Everything that can be refused before a model or data set is read; prints PPO's batch arithmetic."""
+def resolve(cfg: Config) -> None:
+    """Check every value, and fill in those that follow from others: what a run folder's config.yaml holds."""
     check_values(cfg)
     set_token_budgets(cfg)
+    if cfg.ppo.preset == "reference":
+        cfg.ppo.loss_reduction, cfg.ppo.old_logprobs, cfg.ppo.whiten_scope = "microbatch", "sampler", "rank"
+
+
+def check(cfg: Config, stages: tuple[str, ...]) -> None:
+    """Everything that can be refused before a model or data set is read; prints PPO's batch arithmetic."""
+    resolve(cfg)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but distributed.strategy: none runs one process; "
@@ -173,8 +176,6 @@ def check(cfg: Config, stages: tuple[str, ...]) -> None:
     if "reward" in stages and cfg.reward.normalize and cfg.data.sft is None:
         raise UserError("reward.normalize needs data.sft, whose references average 0; set it or reward.normalize false")
     if "ppo" in stages:
-        if cfg.ppo.preset == "reference":
-            cfg.ppo.loss_reduction, cfg.ppo.old_logprobs, cfg.ppo.whiten_scope = "microbatch", "sampler", "rank"
         if cfg.ppo.reward_model and cfg.ppo.reward_function:
             raise UserError("ppo.reward_model and ppo.reward_function are both set; keep one")
         if stages == ("ppo",) and not (cfg.ppo.reward_model or cfg.ppo.reward_function):
@@ -213,19 +214,13 @@ def _stage(
 
 def _save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """An ordinary Hugging Face folder, complete or not there at all."""
-    tmp = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(tmp, ignore_errors=True)
-    model.save_pretrained(tmp)
-    tokenizer.save_pretrained(tmp)
-    if folder.exists():  # left by a run that was killed between this rename and done.json
-        shutil.rmtree(folder)
-    os.rename(tmp, folder)
+    save_whole(folder, model.save_pretrained, tokenizer.save_pretrained)
 
 
 # --- the stages
 
 
-def _sft(cfg: Config, run: RunFolder) -> dict[str, Any]:
+def _sft(cfg: Config, run: RunFolder, *, later: tuple[str, ...] = ()) -> dict[str, Any]:
     rows = data.read(cfg, "sft")
     tokenizer = data.tokenizer_for(cfg, rows, run.path / "tokenizer")
     train, heldout = data.sft_examples(cfg, rows, tokenizer)
@@ -246,6 +241,8 @@ def _sft(cfg: Config, run: RunFolder) -> dict[str, Any]:
     data.check_vocabulary(policy, tokenizer)
     longest = max(len(e.query) + len(e.response) for e in [*train, *heldout])
     data.check_positions(policy, longest, "data.max_response_length")
+    if later:  # what they would refuse is refused before this stage has trained for hours
+        data.check_later_stages(cfg, policy, tokenizer, learns_reward="reward" in later)
     before = evaluate_sft(policy, heldout[: cfg.sft.eval_rows], cfg) if cfg.sft.eval_rows else None
     metrics: dict[str, Any] = dict(train_sft(policy, train, cfg, run))
     if before is not None:
@@ -261,8 +258,7 @@ def _reward(cfg: Config, run: RunFolder) -> dict[str, Any]:
     references = data.sft_examples(cfg, data.read(cfg, "sft"), tokenizer)[0] if cfg.reward.normalize else []
     policy = load_ready(str(cfg.model.path), cfg)
     data.check_vocabulary(policy, tokenizer)
-    longest = max(len(e.query) + max(len(e.chosen), len(e.rejected)) for e in [*train, *heldout])
-    data.check_positions(policy, longest, "data.max_preference_length")
+    data.check_preference_positions(policy, [*train, *heldout])
     model = scalar_from_policy(policy, generator=named_generator(cfg.seed, "reward/head"))
     del policy
     metrics: dict[str, Any] = dict(train_reward(model, train, cfg, run))
@@ -281,10 +277,10 @@ def _ppo(cfg: Config, run: RunFolder) -> dict[str, Any]:
     prompts, _ = data.prompt_examples(cfg, data.read(cfg, "prompts"), tokenizer)
     policy = load_ready(str(cfg.model.path), cfg)
     data.check_vocabulary(policy, tokenizer)
-    longest = max(len(p.query) for p in prompts) + cfg.rollout.response_length
-    data.check_positions(policy, longest, "rollout.response_length")
+    data.check_prompt_positions(policy, prompts, cfg)
     reward_model = load_reward(cfg, tokenizer) if cfg.ppo.reward_model else None
     if reward_model is not None:
+        data.check_prompt_positions(cast(PreTrainedModel, reward_model.lm_backbone), prompts, cfg, "the reward model")
         # The critic starts from the trained reward model, head and bias included (REFERENCE item 22).
         critic = copy.deepcopy(reward_model).requires_grad_(True)
     else:

@@ -142,10 +142,19 @@ def replay(basename: str) -> dict[str, float]:
     run = {"ppo": _replay_ppo, "sft": _replay_sft, "reward": _replay_reward}[recording.meta["kind"]]
     try:
         return run(recording).worst
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ZeroDivisionError, RuntimeError) as err:
+    except UserError:
+        raise
+    except Exception as err:
         # Nothing but the recording decides what happens here, and it may hold anything.
         what = f"{type(err).__name__}: {brief(err)}"
         raise UserError(f"replay: {recording.base} is not a whole recording that fits its model ({what})") from err
+
+
+def _some(rec: Recording, key: str) -> list[dict[str, Any]]:
+    """The recorded micro-batches or updates; a recording without any would pass with nothing compared."""
+    if not rec.meta[key]:
+        raise UserError(f"replay: {rec.base} holds no {key}; it is not a whole recording")
+    return list(rec.meta[key])
 
 
 def _optimizer(modules: nn.Module, args: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -236,7 +245,7 @@ def _replay_ppo(rec: Recording) -> Errors:
     )
     optimizer = _optimizer(models.trained(), args)
     _load_optimizer(rec, models, optimizer)
-    for u, update in enumerate(rec.meta["updates"]):
+    for u, update in enumerate(_some(rec, "updates")):
         # The first update runs at the full rate, the last one at lr/U.
         lr = args["lr"] * (1 - (args.get("first_update", 0) + u) / args["num_updates"])
         errors.add("lr", lr, update["lr"])
@@ -429,20 +438,14 @@ def _rows(tokens: Tensor, pad_id: int) -> list[np.ndarray]:
     return out
 
 
-def _micro_count(rec: Recording) -> int:
-    if not rec.meta.get("micro"):
-        raise UserError(f"replay: {rec.base}.json holds no micro-batches")
-    return len(rec.meta["micro"])
-
-
 def _replay_sft(rec: Recording) -> Errors:
     errors, pad_id, args = Errors(), rec.meta["pad_token_id"], rec.meta["args"]
-    n = _micro_count(rec)
+    micro = _some(rec, "micro")
     prefix = "policy." if rec.weights("init.policy") else ""
     policy = rec.policy(f"init.{prefix}".rstrip("."))
-    batches = [_rows(rec[f"micro{i}.tokens"], pad_id) for i in range(n)]
+    batches = [_rows(rec[f"micro{i}.tokens"], pad_id) for i in range(len(micro))]
     stepper = _Stepper(policy, args, [len(b) for b in batches])
-    for i, (rows, recorded) in enumerate(zip(batches, rec.meta["micro"], strict=True)):
+    for i, (rows, recorded) in enumerate(zip(batches, micro, strict=True)):
         errors.add("lr", stepper.lr, recorded["lr"])
         # The recorded width: rounding depends on the shapes, and Adam enlarges it where gradients are near 0.
         total, targets = sft_loss(policy, rows, [1] * len(rows), width=rec[f"micro{i}.tokens"].shape[1])
@@ -456,12 +459,14 @@ def _replay_sft(rec: Recording) -> Errors:
 
 def _replay_reward(rec: Recording) -> Errors:
     errors, pad_id, args = Errors(), rec.meta["pad_token_id"], rec.meta["args"]
-    n = _micro_count(rec)
+    micro = _some(rec, "micro")
     prefix = "reward." if rec.weights("init.reward") else ""
     model = rec.scalar(f"init.{prefix}".rstrip("."))
-    pairs = [(_rows(rec[f"micro{i}.chosen"], pad_id), _rows(rec[f"micro{i}.rejected"], pad_id)) for i in range(n)]
+    pairs = [
+        (_rows(rec[f"micro{i}.chosen"], pad_id), _rows(rec[f"micro{i}.rejected"], pad_id)) for i in range(len(micro))
+    ]
     stepper = _Stepper(model, args, [len(chosen) for chosen, _ in pairs])
-    for i, ((chosen, rejected), recorded) in enumerate(zip(pairs, rec.meta["micro"], strict=True)):
+    for i, ((chosen, rejected), recorded) in enumerate(zip(pairs, micro, strict=True)):
         errors.add("lr", stepper.lr, recorded["lr"])
         r_c, r_r = pair_rewards(model, chosen, rejected, rec[f"micro{i}.chosen"].shape[1])
         errors.add("chosen_rewards", r_c.detach(), recorded["chosen_rewards"])

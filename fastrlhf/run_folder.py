@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ import yaml
 from fastrlhf.config import Config
 from fastrlhf.errors import UserError
 
-__all__ = ["RunFolder", "atomic_write_text", "disk_errors"]
+__all__ = ["RunFolder", "atomic_write_text", "disk_errors", "save_whole"]
 
 # A resumed run may differ in these, and in nothing else.
 _MAY_CHANGE = ("resume", "output_dir", "log.", "checkpoint.")
@@ -63,6 +63,18 @@ def atomic_write_text(path: Path, text: str) -> None:
         os.replace(tmp, path)
 
 
+def save_whole(folder: Path, *writers: Callable[[Path], object]) -> None:
+    """A folder that holds what all `writers` put into it, or is not there at all; an old one is replaced."""
+    tmp = folder.with_name(f".tmp-{folder.name}")
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
+    for write in writers:
+        write(tmp)
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.rename(tmp, folder)
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """`root` is the run's folder, `path` that of one of its stages (or the root itself)."""
@@ -71,6 +83,7 @@ class RunFolder:
     path: Path
     _lock: IO[str] | None = field(default=None, repr=False)
     _new: bool = False
+    _made: bool = False
 
     @property
     def checkpoints(self) -> Path:
@@ -92,17 +105,15 @@ class RunFolder:
         configuration, or is being written by another process.
         """
         config_yaml = f"# fastrlhf {command}\n{config_yaml}"
-        if cfg.resume:
-            root = _existing(cfg, config_yaml)
-        else:
-            root = _new(cfg, command)
+        made = not cfg.resume and (cfg.output_dir is None or not Path(cfg.output_dir).exists())
+        root = _existing(cfg, config_yaml) if cfg.resume else _new(cfg, command)
         lock = _lock(root)
         if not cfg.resume:
             if (root / "config.yaml").exists():  # another process was faster between the look and the lock
                 lock.close()
                 raise UserError(f"output_dir: another run has just started in {root}; choose another folder")
             atomic_write_text(root / "config.yaml", config_yaml)
-        return RunFolder(root, root, lock, not cfg.resume)
+        return RunFolder(root, root, lock, not cfg.resume, made)
 
     def __enter__(self) -> RunFolder:
         return self
@@ -111,7 +122,9 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._new and error is not None and not (self.root / "metrics.jsonl").exists():
-            shutil.rmtree(self.root, ignore_errors=True)  # refused before the first step: the name stays free
+            # Refused before the first step: the name stays free. An empty folder that was given stays as it was.
+            for path in [self.root] if self._made else list(self.root.iterdir()):
+                path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
         if self._lock is not None:
             self._lock.close()  # closing releases the lock
 

@@ -6,7 +6,10 @@ import pickle
 import shutil
 import subprocess
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from safetensors.torch import load_file, save_file
 
 REWARDS = """
 def good(prompts, responses):
@@ -81,6 +84,24 @@ def bench(finished, rows, tmp_path_factory):
     weights = copy / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
 
+    for source, name, change in (
+        (sft, "poisoned", lambda c, w: next(iter(w.values())).view(-1)[3:4].fill_(float("nan"))),
+        (reward, "poisoned_reward", lambda c, w: w["scalar_head.bias"].fill_(float("inf"))),
+        (sft, "misshapen", lambda c, w: c.update(intermediate_size=48)),
+        (sft, "no_heads", lambda c, w: c.update(num_attention_heads=0)),
+        (reward, "short_reward", lambda c, w: c["base_config"].update(max_position_embeddings=8)),
+    ):
+        copy = shutil.copytree(source, root / name)
+        config, tensors = json.loads((copy / "config.json").read_text()), load_file(copy / "model.safetensors")
+        change(config, tensors)
+        (copy / "config.json").write_text(json.dumps(config))
+        save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+
+    (root / "long.jsonl").write_text(json.dumps({"prompt": "far too many words " * 50}) + "\n")
+    (root / "latin1.csv").write_bytes("prompt,compl\xe9tion\na,b\n".encode("latin-1"))
+    text = pyarrow.array([b"a\xff"], type=pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": text, "completion": text}), root / "bytes.parquet")
+
     copy = shutil.copytree(reward, root / "other_tokenizer")
     train_tokenizer(["quite other words in here"] * 3, 270, copy)
 
@@ -112,6 +133,25 @@ CASES = {
     "torn weights": ("reward", {"model.path": "{}/torn_weights"}, ["model.path", "torn_weights"]),
     "other tokenizer": ("ppo", {"ppo.reward_model": "{}/other_tokenizer"}, ["ppo.reward_model", "another tokenizer"]),
     "policy as reward model": ("ppo", {"ppo.reward_model": "{}/run/sft/model"}, ["not a reward model"]),
+    "later: pairs": ("run", {"data.preferences": "{}/torn.jsonl"}, ["data.preferences", "torn.jsonl:1 has columns"]),
+    "later: reward model": ("run", {"ppo.reward_model": "{}/other_tokenizer"}, ["has another tokenizer"]),
+    "later: prompts": (
+        "run",
+        {"data.prompts": "{}/long.jsonl", "data.prompts_eval": "{}/long.jsonl"},
+        ["data.max_query_length", "rollout.response_length", "ends at 128"],
+    ),
+    "NaN weights": ("reward", {"model.path": "{}/poisoned"}, ["model.path", "poisoned holds weights that are not fin"]),
+    "infinite reward": ("ppo", {"ppo.reward_model": "{}/poisoned_reward"}, ["ppo.reward_model", "scalar_head.bias"]),
+    "misshapen": ("reward", {"model.path": "{}/misshapen"}, ["another shape than its config.json says", "mlp"]),
+    "no heads": ("reward", {"model.path": "{}/no_heads"}, ["cannot load", "no_heads"]),
+    "short reward": ("ppo", {"ppo.reward_model": "{}/short_reward"}, ["the reward model ends at 8"]),
+    "latin-1": ("sft", {"data.sft": "{}/latin1.csv"}, ["data.sft", "latin1.csv is not a readable CSV"]),
+    "bytes": ("sft", {"data.sft": "{}/bytes.parquet"}, ["data.sft", "bytes.parquet"]),
+    "recording in bfloat16": (
+        "ppo",
+        {"ppo.record_rollouts": True, "model.dtype": "bfloat16", "ppo.reward_function": "rewards:good"},
+        ["ppo.record_rollouts needs model.dtype float32"],
+    ),
     "no reward": ("ppo", {}, ["ppo needs a reward"]),
     "function: form": ("ppo", {"ppo.reward_function": "rewards"}, ["'rewards' is not of the form module:name"]),
     "function: module": ("ppo", {"ppo.reward_function": "no_such:f"}, ["cannot import 'no_such'"]),
@@ -125,6 +165,7 @@ CASES = {
     "function: async": ("ppo", {"ppo.reward_function": "rewards:later"}, ["returned coroutine"]),
     "function: huge": ("ppo", {"ppo.reward_function": "rewards:huge"}, ["returned 1e+300 at row 0"]),
     "from_scratch typo": ("sft", {"model.from_scratch": TYPO}, ["no field 'hiden_size'; did you mean hidden_size?"]),
+    "markup": ("sft", {"output_dir": "{}/file/[red]x[/]"}, ["file/[red]x[/]"]),
     "other command": ("sft", {"output_dir": "{}/run", "resume": True}, ["was started by `fastrlhf run`"]),
     "function: exception": ("ppo", {"ppo.reward_function": "rewards:raises"}, ["KeyError: 'two\\nlines'", "row"]),
     "output_dir under a file": ("sft", {"output_dir": "{}/file/run"}, ["cannot write", "file/run", "output_dir"]),
@@ -157,6 +198,8 @@ def answers(bench, cli, tiny_config):
             given |= {"model.from_scratch": None, "model.train_tokenizer": None}
         elif "output_dir" in given:
             given["model.path"] = None
+        if command == "run":
+            given["model.path"] = None
         cfg = tiny_config(bench / f"new{i}", **given)
         jobs.append(cli.job(command, cfg, cwd=str(bench)))
     done = cli.many(jobs)
@@ -178,6 +221,13 @@ def test_nothing_is_left_overwritten_or_unpickled(answers, bench):
     assert after == before
     assert not (bench / "unpickled").exists()
     assert not (bench / "nothing").exists()
+
+
+def test_an_empty_folder_that_was_given_is_still_there(cli, tiny_config, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    assert cli("sft", tiny_config(folder, **{"data.sft": str(tmp_path / "typo.jsonl")})).rc == 2
+    assert folder.is_dir() and not list(folder.iterdir())
 
 
 def test_a_folder_in_which_nothing_was_made_is_free_again(cli, tiny_config, tmp_path, rows):

@@ -213,6 +213,24 @@ def test_a_half_written_checkpoint_is_neither_loaded_nor_in_the_way(tmp_path):
     load(second, net, optimizer, generator)
 
 
+@pytest.mark.parametrize("text", ["{}", "[]", "[1]", '{"m.safetensors": 3}', '{"m.safetensors": ["a", "b"]}', "\xff"])
+def test_a_damaged_manifest_is_a_sentence(tmp_path, text):
+    net, generator = model(), torch.Generator()
+    optimizer = optimizer_of(net)
+    path = save(tmp_path, 1, net, optimizer, generator)
+    (path / "manifest.json").write_text(text, encoding="latin-1")
+    with pytest.raises(UserError, match=r"is damaged \(manifest.json\)"):
+        load(path, net, optimizer, generator)
+
+
+def test_a_copy_beside_the_checkpoints_is_not_one(tmp_path):
+    net, generator = model(), torch.Generator()
+    path = save(tmp_path, 1, net, optimizer_of(net), generator)
+    for name in ("step_00000001.bak", "step_x", "step_", "step_-0000002"):
+        (tmp_path / name).mkdir()
+    assert latest_checkpoint(tmp_path) == path
+
+
 def test_the_same_step_again_replaces_the_checkpoint(tmp_path):
     net, generator = model(), named_generator(1, "data")
     optimizer = optimizer_of(net)

@@ -131,6 +131,21 @@ def test_exit_codes(copied, tmp_path, capsys):
     ):
         assert main(["replay", str(bad)]) == 2
         assert said in capsys.readouterr().err
+    # Damage beyond a missing key; a wrong shape in Adam's state once ended the process.
+    adam = next(k for k in load_file(GOLDEN / "ppo_a.safetensors") if k.startswith("init.") and k.endswith("weight"))
+    for name, change in (
+        ("ppo_a", lambda m, t: t.update({adam: t[adam].flatten()[:1].clone()})),
+        ("ppo_a", lambda m, t: m.update(updates=[])),
+        ("ppo_a", lambda m, t: m["updates"][0].pop("micro")),
+        ("ppo_a", lambda m, t: m["args"].pop("ppo")),
+        ("ppo_a", lambda m, t: m.update(model={"hidden_size": 7})),
+        ("ppo_a", lambda m, t: m.update(args=[])),
+        ("ppo_a", lambda m, t: t.update({"update0.queries": t["update0.queries"].float() * 1e9})),
+        ("sft", lambda m, t: m["args"].clear()),
+        ("reward", lambda m, t: m["args"].clear()),
+    ):
+        assert main(["replay", copied(name, change)]) == 2
+        assert "replay: " in capsys.readouterr().err
     torn = tmp_path / "torn"
     shutil.copy(GOLDEN / "sft.json", torn.with_suffix(".json"))
     torn.with_suffix(".safetensors").write_bytes((GOLDEN / "sft.safetensors").read_bytes()[:100])

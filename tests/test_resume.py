@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-KILL, TERM = int(signal.SIGKILL), int(signal.SIGTERM)
+KILL, TERM, INT = int(signal.SIGKILL), int(signal.SIGTERM), int(signal.SIGINT)
 
 
 def at(where, stage=None, step=None, target=None, number=KILL):
@@ -32,6 +32,13 @@ CASES = {
     "at the end, before the summary": [at("before", target="run/summary.json")],
     "once in each stage": [at("log", "sft", 4), at("log", "reward", 1), at("torn", "ppo", 3)],
     "SIGTERM in each stage": [at("log", s, n, number=TERM) for s, n in (("sft", 2), ("reward", 2), ("ppo", 1))],
+    "sft, tokenizer written but not renamed": [at("before", target="sft/tokenizer")],
+    "SIGTERM outside the loops": [
+        at("before", target="sft/model", number=TERM),
+        at("before", target="reward/done.json", number=TERM),
+        at("before", target="run/summary.json", number=TERM),
+    ],
+    "SIGINT in a loop and outside": [at("log", "sft", 3, number=INT), at("before", target="ppo/model", number=INT)],
     "SIGTERM at the last step": [at("log", "reward", 4, number=TERM), at("log", "ppo", 3, number=TERM)],
 }
 
@@ -86,7 +93,7 @@ def test_a_stopped_run_ends_as_if_nothing_had_happened(outcomes, finished, name)
     for kill, done in zip(CASES[name], exits, strict=False):
         assert done.rc == (-KILL if kill["signal_number"] == KILL else 130), done.err
         if done.rc == 130:
-            assert done.sentence().endswith("go on with --resume")
+            assert "--resume" in done.sentence()
     assert exits[-1].rc == 0, exits[-1].err
     same_run(folder, finished)
     assert lines(folder / "metrics.jsonl") == lines(finished / "metrics.jsonl")
@@ -110,6 +117,44 @@ def test_the_module_killed_from_outside(cli, tiny_config, tmp_path, finished):
     done = cli("run", tiny_config(folder), "--resume")
     assert done.rc == 0, done.err
     same_run(folder, finished)
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_other_data_of_the_same_length_is_refused(cli, tiny_config, tmp_path, stage, rows, finished):
+    for name in ("sft", "preferences"):
+        (tmp_path / f"{name}.jsonl").write_bytes(getattr(rows, name).read_bytes())
+    folder = tmp_path / "run"
+    given = {"data.sft": str(tmp_path / "sft.jsonl"), "data.preferences": str(tmp_path / "preferences.jsonl")}
+    if stage != "sft":
+        given |= {"model.path": str(finished / "sft" / "model"), "model.from_scratch": None}
+        given |= {"model.train_tokenizer": None, "ppo.reward_model": str(finished / "reward" / "model")}
+    cfg = tiny_config(folder, **given)
+    assert cli(stage, cfg, kill=at("log", stage, 2)).rc == -KILL
+    before = (folder / "metrics.jsonl").read_bytes()
+    changed = tmp_path / ("preferences.jsonl" if stage == "reward" else "sft.jsonl")
+    changed.write_text(changed.read_text().replace("black", "pink!"))
+    done = cli(stage, cfg, "--resume")
+    assert done.rc == 2 and "restore the data" in done.sentence()
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("name, text", [("sft/done.json", "{"), ("sft/done.json", "[1]"), ("sft/done.json", "\x00")])
+def test_a_damaged_mark_is_a_sentence(cli, tiny_config, tmp_path, name, text):
+    cfg = tiny_config(tmp_path / "run")
+    assert cli("sft", cfg).rc == 0
+    (tmp_path / "run" / name).write_text(text)
+    done = cli("sft", cfg, "--resume")
+    assert done.rc == 2 and "done.json is damaged" in done.sentence()
+
+
+def test_odd_lines_in_metrics_are_dropped(cli, tiny_config, tmp_path):
+    cfg = tiny_config(tmp_path / "run")
+    assert cli("sft", cfg, kill=at("log", "sft", 2)).rc == -KILL
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_text(path.read_text() + '7\n[]\nnull\n{"stage": "sft"}\n{"stage": "sft", "step": "x"}\n\x00\n')
+    done = cli("sft", cfg, "--resume")
+    assert done.rc == 0, done.err
+    assert [row["step"] for row in lines(path)] == list(range(1, len(lines(path)) + 1))
 
 
 def test_a_finished_run_resumed_does_nothing_twice(cli, tiny_config, tmp_path):

@@ -139,6 +139,18 @@ def test_the_model_is_left_as_it_was():
     assert model.training
 
 
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_what_the_models_folder_says_of_generation_does_not_count(engine):
+    model = build("neox serial")
+    want = draw(model, queries_of(LENGTHS), engine=engine)
+    model.generation_config = transformers.GenerationConfig(
+        suppress_tokens=list(range(1, 60)), repetition_penalty=9.0, min_new_tokens=20, top_k=3, do_sample=True
+    )
+    got = draw(model, queries_of(LENGTHS), engine=engine)
+    assert torch.equal(got.responses_BT, want.responses_BT) and torch.equal(got.logprobs_BT, want.logprobs_BT)
+    assert model.generation_config.repetition_penalty == 9.0
+
+
 def test_bad_arguments():
     model = build("neox parallel")
     with pytest.raises(ValueError, match="query 1 is empty"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -27,11 +27,15 @@ from fastrlhf.data.tokenize import (
     training_texts,
 )
 from fastrlhf.errors import UserError
+from fastrlhf.run_folder import save_whole
 
 __all__ = [
     "Heldout",
     "Split",
+    "check_later_stages",
     "check_positions",
+    "check_preference_positions",
+    "check_prompt_positions",
     "check_same_tokenizer",
     "check_vocabulary",
     "heldout_prompts",
@@ -71,8 +75,9 @@ def read(cfg: Config, kind: Kind) -> Split:
         raise UserError(f"{field} is not set; name a hub id or a .jsonl, .parquet or .csv file")
     rows = load_rows(source, kind=kind, split=data.train_split, field=field)
     if heldout is not None:
-        return Split(rows, load_rows(heldout, kind=kind, split=data.eval_split, field=f"{field}_eval"))
-    if not is_local(source):
+        split = data.eval_split or data.train_split
+        return Split(rows, load_rows(heldout, kind=kind, split=split, field=f"{field}_eval"))
+    if data.eval_split is not None and not is_local(source):
         return Split(rows, load_rows(source, kind=kind, split=data.eval_split, field=field))
     train, held = split_heldout(rows, data.eval_fraction)
     return Split(train, held)
@@ -81,8 +86,9 @@ def read(cfg: Config, kind: Kind) -> Split:
 def tokenizer_for(cfg: Config, rows: Split, folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of the SFT stage: loaded, or trained on its rows into `folder`."""
     if cfg.model.tokenizer is None and cfg.model.train_tokenizer is not None:
-        if not (folder / "tokenizer.json").is_file():
-            train_tokenizer(training_texts(rows.train), cfg.model.train_tokenizer, folder)
+        if not folder.is_dir():
+            size = cfg.model.train_tokenizer
+            save_whole(folder, lambda tmp: train_tokenizer(training_texts(rows.train), size, tmp))
         return load_tokenizer(str(folder), trust_remote_code=False)
     return load_tokenizer_of(cfg)
 
@@ -163,14 +169,41 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         )
 
 
-def check_positions(model: PreTrainedModel, longest: int, field: str) -> None:
+def check_positions(model: PreTrainedModel, longest: int, field: str, name: str = "the model") -> None:
     """Refuse rows that run past the model's last position. `longest` in tokens; `field` limits the response's share."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and longest > limit:
         raise UserError(
-            f"data.max_query_length: the longest query and response have {longest} tokens, but the model ends at "
+            f"data.max_query_length: the longest query and response have {longest} tokens, but {name} ends at "
             f"{limit}; lower data.max_query_length or {field} by {longest - limit}"
         )
+
+
+def check_preference_positions(model: PreTrainedModel, examples: Sequence[PreferenceExample]) -> None:
+    """`check_positions` for pairs."""
+    longest = max(len(e.query) + max(len(e.chosen), len(e.rejected)) for e in examples)
+    check_positions(model, longest, "data.max_preference_length")
+
+
+def check_prompt_positions(
+    model: PreTrainedModel, examples: Sequence[PromptExample], cfg: Config, name: str = "the model"
+) -> None:
+    """`check_positions` for prompts and the responses that will be sampled."""
+    longest = max(len(p.query) for p in examples) + cfg.rollout.response_length
+    check_positions(model, longest, "rollout.response_length", name)
+
+
+def check_later_stages(
+    cfg: Config, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, learns_reward: bool
+) -> None:
+    """What the stages after SFT would refuse about the lengths of their rows and about the reward model's tokenizer."""
+    if learns_reward:
+        rows = read(cfg, "preferences")
+        check_preference_positions(policy, tokenize_preferences([*rows.train, *rows.heldout], tokenizer, cfg.data)[0])
+    rows = read(cfg, "prompts")
+    check_prompt_positions(policy, tokenize_prompts([*rows.train, *rows.heldout], tokenizer, cfg.data)[0], cfg)
+    if cfg.ppo.reward_model:
+        check_same_tokenizer(cfg.ppo.reward_model, tokenizer, cfg)
 
 
 def check_same_tokenizer(path: str, tokenizer: PreTrainedTokenizerBase, cfg: Config) -> None:

@@ -171,8 +171,8 @@ def _hub(source: str, split: str, field: str) -> Iterator[tuple[str, Mapping[str
     except (DatasetsError, ValueError, RuntimeError) as err:
         cause = err.__cause__ or err
         raise UserError(
-            f"{field}: cannot load split {split!r} of {source} ({brief(cause)}); "
-            "choose another split or mend the data set"
+            f"{field}: cannot load split {split!r} of {source} ({brief(cause)}); choose another split, or hold out "
+            "rows of the training split by data.eval_split null"
         ) from err
     for number, record in enumerate(dataset, 1):
         yield f"{source}[{split}] row {number}", record

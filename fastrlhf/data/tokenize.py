@@ -75,10 +75,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         raise UserError(f"model.tokenizer: {path} holds no tokenizer (no tokenizer.json)")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as err:
-        # The tokenizers library raises a bare `Exception` for a broken file; anything else is a fault of ours.
-        if type(err) is not Exception and not isinstance(err, (OSError, ValueError, KeyError)):
-            raise
+    except Exception as err:  # transformers and tokenizers check a folder with whatever they have at hand
         raise UserError(f"model.tokenizer: cannot load a tokenizer from {path} ({brief(err)})") from err
     if tokenizer.eos_token_id is None:
         raise UserError(
