@@ -288,9 +288,15 @@ def test_heldout_refusals():
 HUB_SCRIPT = """
 import json, sys
 from fastrlhf.data.sources import load_rows
+from fastrlhf.config import Config, DataConfig
+from fastrlhf.data.prepare import read
 from fastrlhf.errors import UserError
 for source, split in json.loads(sys.argv[1]):
     try:
+        if split is None:
+            held = read(Config(data=DataConfig(sft=source, eval_split=None, eval_fraction=0.5)), "sft")
+            print("RESULT", json.dumps([[r.prompt for r in part] for part in (held.train, held.heldout)]))
+            continue
         rows = load_rows(source, kind="sft", split=split, field="data.sft")
         print("RESULT", json.dumps([[r.prompt, r.where] for r in rows]))
     except UserError as err:
@@ -333,6 +339,7 @@ def test_a_hub_id_out_of_the_cache_without_a_network(tmp_path):
         ("org/broken", "train"),
         ("org/none", "train"),
         ("no such/id/at all", "train"),
+        ("org/toy", None),
     ]
     env = {
         **os.environ,
@@ -346,12 +353,13 @@ def test_a_hub_id_out_of_the_cache_without_a_network(tmp_path):
         [sys.executable, "-c", HUB_SCRIPT, json.dumps(asked)], env=env, cwd=tmp_path, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    toy, validation, arrow, no_split, broken, none, no_id = [
+    toy, validation, arrow, no_split, broken, none, no_id, held = [
         json.loads(line.removeprefix("RESULT ")) for line in run.stdout.splitlines() if line.startswith("RESULT ")
     ]
     assert toy == [["a", "org/toy[train] row 1"], ["b", "org/toy[train] row 2"]]
     assert [p for p, _ in validation] == ["v"] and [p for p, _ in arrow] == ["x"]
-    assert "split 'test' of org/toy" in no_split and "train" in no_split
+    assert "split 'test' of org/toy" in no_split and "train" in no_split and "data.eval_split null" in no_split
+    assert [len(part) for part in held] == [1, 1] and {*held[0], *held[1]} == {"a", "b"}
     assert "org/broken" in broken and "JSON" in broken
     assert "org/none is neither a file here nor a data set" in none
     assert "no such/id/at all" in no_id
