@@ -17,7 +17,7 @@ class UserError(Exception):
 
 def brief(err: BaseException) -> str:
     """Another library's error in one line of at most 160 characters."""
-    return " ".join(str(err).split())[:160]
+    return " ".join(str(err).split())[:160] or type(err).__name__
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:

@@ -9,6 +9,8 @@ the padding, so no mask is built, and absolute and rotary positions are right by
 from __future__ import annotations
 
 import copy
+import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +19,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from fastrlhf_kernels import linear_token_logprobs
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 from fastrlhf.errors import UserError, did_you_mean
@@ -66,12 +75,23 @@ def move(model: Model, device: str) -> Model:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Dropout off everywhere (REFERENCE item 7): log-probabilities are reproducible and the first ratio is 1."""
+    """Dropout off everywhere (REFERENCE item 7): log-probabilities are reproducible and the first ratio is 1.
+
+    Families keep rates in modules, in numbers on modules (`self.dropout`, `self.layerdrop`) and in the configuration,
+    and read any of them at every call; `check_head` proves that none is left.
+    """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        elif isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]  # read by the attention functions at every call
+        _zero_rates(module, vars(module))
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig):
+            _zero_rates(config, config.to_dict())
+
+
+def _zero_rates(owner: object, fields: dict[str, Any]) -> None:
+    for name in [name for name, value in fields.items() if "drop" in name and isinstance(value, float) and value]:
+        setattr(owner, name, 0.0)
 
 
 def _attn(attn: str) -> dict[str, str]:
@@ -98,7 +118,6 @@ def policy_from_config(
         raise UserError(
             f"model.from_scratch.vocab_size is {shape['vocab_size']}, but the tokenizer has {vocab_size} ids; raise it"
         )
-    shape.update(bos_token_id=eos_id, eos_token_id=eos_id)
     try:
         known = AutoConfig.for_model(model_type)
     except ValueError as err:
@@ -106,12 +125,16 @@ def policy_from_config(
             f"model.from_scratch.model_type: unknown model type {model_type!r}; {_first_line(err)}"
         ) from err
     try:
-        config = AutoConfig.for_model(model_type, **shape)
+        config = AutoConfig.for_model(model_type, **shape, bos_token_id=eos_id, eos_token_id=eos_id)
     except Exception as err:  # transformers checks a shape with whatever it has at hand
         raise UserError(f"model.from_scratch: {model_type} refuses this shape: {_first_line(err)}") from err
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"model.from_scratch: {model_type} is not a causal language model; use one, such as gpt_neox")
+    source = inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__])
     for key in shape:
-        # transformers keeps a field that it does not know as it is; one of an older version it takes and renames.
-        if hasattr(config, key) and not hasattr(known, key):
+        # transformers keeps a field that it does not know as it is (one of an older version it takes and renames), and
+        # some models read fields that their configurations do not declare.
+        if hasattr(config, key) and not hasattr(known, key) and f'"{key}"' not in source:
             near = did_you_mean(key, known.to_dict())
             raise UserError(f"model.from_scratch: {model_type} has no field {key!r}{near}")
     with torch.random.fork_rng():
@@ -213,6 +236,11 @@ class ScalarModelConfig(PretrainedConfig):
         super().__init__(**kwargs)
 
 
+def _backbone(base_config: dict[str, Any], attn: str) -> PreTrainedModel:
+    config = AutoConfig.for_model(**base_config)
+    return cast(PreTrainedModel, AutoModel.from_config(config, **_attn(attn)))
+
+
 class ScalarModel(PreTrainedModel):
     """A causal backbone with a linear head to one number: reward model and critic (REFERENCE items 11, 12, 15, 22).
 
@@ -232,10 +260,14 @@ class ScalarModel(PreTrainedModel):
         super().__init__(config)
         if not config.base_config:
             raise UserError("this scalar model's config.json has no base_config, so its backbone is unknown")
-        base = dict(config.base_config)
-        base_config = AutoConfig.for_model(base.pop("model_type"), **base)
         attn = getattr(config, "_attn_implementation", None)
-        self.lm_backbone = AutoModel.from_config(base_config, **({"attn_implementation": attn} if attn else {}))
+        try:
+            self.lm_backbone = _backbone(config.base_config, attn or "auto")
+        except ValueError:
+            if attn != "sdpa":
+                raise
+            # What transformers takes unless asked: this class cannot say for its backbone that it has none.
+            self.lm_backbone = _backbone(config.base_config, "auto")
         self.scalar_head = nn.Linear(config.hidden_size, 1)
         self.post_init()
 
@@ -262,9 +294,8 @@ AutoModel.register(ScalarModelConfig, ScalarModel, exist_ok=True)
 
 def scalar_from_policy(policy: PreTrainedModel, *, generator: torch.Generator) -> ScalarModel:
     """A scalar model whose backbone starts as a copy of the policy's; the head is drawn from `generator`."""
-    text_config = policy.config
-    base_config = text_config.to_dict()
-    hidden = text_config.get_text_config().hidden_size
+    base_config = policy.config.to_dict()
+    hidden = cast(nn.Linear, policy.get_output_embeddings()).weight.shape[1]  # OPT-350m's is not its hidden_size
     with torch.random.fork_rng():
         attn = policy.config._attn_implementation
         model = ScalarModel(ScalarModelConfig(base_config=base_config, hidden_size=hidden, attn_implementation=attn))
@@ -307,6 +338,8 @@ def load_scalar_model(
     except Exception as err:
         raise UserError(f"{field}: cannot load a reward model from {path}: {_first_line(err)}") from err
     _refuse_incomplete(info, path, field, allow_unexpected=False)
+    if attn not in ("auto", model.lm_backbone.config._attn_implementation):
+        raise UserError(f"attn: {type(model.lm_backbone).__name__} in {path} does not support {attn}; use attn: auto")
     return cast(ScalarModel, _ready(model, path, field))
 
 
@@ -351,25 +384,39 @@ def packed_logprobs(
 
 @torch.no_grad()
 def check_head(policy: PreTrainedModel, field: str = "model.path") -> None:
-    """Prove that backbone + output projection give the model's own logits; else `UserError`.
+    """Prove on eight tokens what all stages build on; `UserError` for a family of which it does not hold.
 
-    Some families scale or shift their logits after the projection; training them here would be silently wrong.
+    Backbone and output projection give the model's own logits (some families scale or shift them afterwards), no token
+    sees the next one, and training mode computes what evaluation mode does. Without that training would be silently
+    wrong.
     """
+    family = type(policy).__name__
     if policy.get_output_embeddings() is None:
-        raise UserError(f"{field}: {type(policy).__name__} has no output projection; use a causal language model")
+        raise UserError(f"{field}: {family} has no output projection; use a causal language model")
     training = policy.training
-    policy.eval()
     vocab = cast(nn.Embedding, policy.get_input_embeddings()).weight.shape[0]
     ids_BL = (torch.arange(8, device=policy.device) * 37 % vocab)[None]
-    logits = policy(input_ids=ids_BL, use_cache=False).logits.float()
-    logprobs = torch.log_softmax(logits[0, :-1], -1).gather(1, ids_BL[0, 1:, None])[:, 0]
     positions = torch.arange(7, device=policy.device)
-    ours = packed_logprobs(policy, hidden_states(policy.base_model, ids_BL), positions, ids_BL[0, 1:])
-    policy.train(training)
+    try:
+        policy.eval()
+        logits = policy(input_ids=ids_BL, use_cache=False).logits.float()
+        hidden_BLD = hidden_states(policy.base_model, ids_BL)
+        prefix_BLD = hidden_states(policy.base_model, ids_BL[:, :4])
+        policy.train()
+        trained_BLD = hidden_states(policy.base_model, ids_BL)
+        ours = packed_logprobs(policy, hidden_BLD, positions, ids_BL[0, 1:])
+    except Exception as err:  # whatever a family's code raises when called in this way
+        raise UserError(f"{field}: {family} cannot be trained here: {_first_line(err)}") from err
+    finally:
+        policy.train(training)
+    logprobs = torch.log_softmax(logits[0, :-1], -1).gather(1, ids_BL[0, 1:, None])[:, 0]
     limit = 1e-3 if policy.dtype == torch.float32 else 0.2
-    error = (ours - logprobs).abs().max()
-    if not bool(error <= limit):
-        raise UserError(
-            f"{field}: {type(policy).__name__} does more to its logits than project them (log-probabilities differ by "
-            f"{float(error):.2g}); this family is not supported"
-        )
+    size = hidden_BLD.abs().max().float()
+    errors = {
+        "does more to its logits than project them": (ours - logprobs).abs().max(),
+        "lets tokens see those after them": (prefix_BLD - hidden_BLD[:, :4]).abs().max() / size,
+        "computes something else in training than in evaluation": (trained_BLD - hidden_BLD).abs().max() / size,
+    }
+    for what, error in errors.items():
+        if not bool(error <= limit):
+            raise UserError(f"{field}: {family} {what} (by {float(error):.2g}); this family is not supported")

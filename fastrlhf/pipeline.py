@@ -34,6 +34,7 @@ from fastrlhf.models import check_head, frozen_copy, move, policy_from_config, r
 from fastrlhf.ppo import PPOModels
 from fastrlhf.ppo_loop import train_ppo
 from fastrlhf.reward import accuracy, normalize, train_reward
+from fastrlhf.rollout import check_generate
 from fastrlhf.run_folder import RunFolder, atomic_write_text, disk_errors, save_whole
 from fastrlhf.scoring import load_reward_function
 from fastrlhf.sft import evaluate_sft, train_sft
@@ -241,6 +242,8 @@ def _sft(cfg: Config, run: RunFolder, *, later: tuple[str, ...] = ()) -> dict[st
     data.check_vocabulary(policy, tokenizer)
     longest = max(len(e.query) + len(e.response) for e in [*train, *heldout])
     data.check_positions(policy, longest, "data.max_response_length")
+    if "ppo" in later:
+        check_generate(policy, cfg.rollout.engine)
     if later:  # what they would refuse is refused before this stage has trained for hours
         data.check_later_stages(cfg, policy, tokenizer, learns_reward="reward" in later)
     before = evaluate_sft(policy, heldout[: cfg.sft.eval_rows], cfg) if cfg.sft.eval_rows else None
@@ -276,6 +279,7 @@ def _ppo(cfg: Config, run: RunFolder) -> dict[str, Any]:
     tokenizer = data.load_tokenizer_of(cfg)
     prompts, _ = data.prompt_examples(cfg, data.read(cfg, "prompts"), tokenizer)
     policy = load_ready(str(cfg.model.path), cfg)
+    check_generate(policy, cfg.rollout.engine)
     data.check_vocabulary(policy, tokenizer)
     data.check_prompt_positions(policy, prompts, cfg)
     reward_model = load_reward(cfg, tokenizer) if cfg.ppo.reward_model else None
@@ -300,6 +304,7 @@ def run_evaluate(cfg: Config) -> dict[str, Any]:
     with _open_run(cfg, "evaluate") as run:
         tokenizer = data.load_tokenizer_of(cfg)
         policy = load_ready(str(cfg.model.path), cfg)
+        check_generate(policy, cfg.rollout.engine)
         prompts = data.heldout_prompts(cfg, tokenizer)
         longest = max(map(len, prompts.queries)) + cfg.rollout.response_length
         data.check_positions(policy, longest, "rollout.response_length")

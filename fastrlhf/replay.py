@@ -77,8 +77,8 @@ class Recording:
 
     def scalar(self, prefix: str, bias: float = 0.0) -> ScalarModel:
         shape = {"model_type": "gpt_neox", **self.meta["model"]}
-        config = AutoConfig.for_model(**shape)  # not every family calls its width hidden_size
-        hidden = config.get_text_config().hidden_size
+        config = AutoConfig.for_model(**shape).get_text_config()  # not every family calls its width hidden_size
+        hidden = getattr(config, "word_embed_proj_dim", None) or config.hidden_size
         model = ScalarModel(ScalarModelConfig(base_config=shape, hidden_size=hidden, bias=bias, **self._attn()))
         load(model, self.weights(prefix), f"{self.base}: {prefix}")
         disable_dropout(model)

@@ -1,5 +1,5 @@
 """Sampling responses: the decode loop, and transformers' `generate` as its oracle."""
 
-from fastrlhf.rollout.generate import Generation, generate
+from fastrlhf.rollout.generate import Generation, check_generate, generate
 
-__all__ = ["Generation", "generate"]
+__all__ = ["Generation", "check_generate", "generate"]

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
+from fastrlhf.errors import UserError, brief
+from fastrlhf.models import hidden_states, packed_logprobs
 from fastrlhf.rollout.decode import decode
 
-__all__ = ["Generation", "generate"]
+__all__ = ["Generation", "check_generate", "generate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,46 @@ def generate(
     finally:
         model.train(training)
     return Generation(responses, logprobs, lengths, has_eos)
+
+
+@torch.no_grad()
+def check_generate(model: PreTrainedModel, engine: Literal["native", "hf"]) -> None:
+    """Prove on two rows that sampling with a cache and padding gives the log-probabilities of a plain forward pass.
+
+    Raises `UserError` for a family whose cache, mask or positions `engine` cannot drive: its responses would look
+    sampled and come from another distribution.
+    """
+    config = model.config.get_text_config()
+    # A local attention's window errs only in rows that are longer; those of thousands are transformers' own static
+    # sliding layers, which tests hold against it.
+    windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "window_size")]
+    longest = 6 + max((w for w in windows if isinstance(w, int) and w <= 512), default=0)
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and limit > 3:
+        longest = min(longest, limit - 3)
+    vocab = cast(Any, model.get_input_embeddings()).weight.shape[0]
+    queries = [np.arange(n) * 37 % vocab for n in (longest, max(longest // 2, 1))]
+    settings: dict[str, Any] = {"response_length": 3, "temperature": 1.0, "eos_id": vocab, "pad_id": vocab}
+    refusal = f"rollout.engine: {engine} cannot sample from {type(model).__name__}"
+    advice = "set rollout.engine: hf" if engine == "native" else "this family is not supported"
+    training = model.training
+    try:
+        got = generate(model, queries, generator=torch.Generator(), engine=engine, greedy=True, **settings)
+        model.eval()
+        for row, query in enumerate(queries):
+            response_T = got.responses_BT[row]
+            ids_BL = torch.cat([torch.from_numpy(query).to(model.device), response_T])[None]
+            hidden_BLD = hidden_states(model.base_model, ids_BL)
+            positions_T = torch.arange(len(query) - 1, ids_BL.shape[1] - 1, device=model.device)
+            error = (packed_logprobs(model, hidden_BLD, positions_T, response_T) - got.logprobs_BT[row]).abs().max()
+            if not bool(error <= (1e-3 if model.dtype == torch.float32 else 0.2)):
+                raise UserError(f"{refusal} (log-probabilities differ by {float(error):.2g}); {advice}")
+    except UserError:
+        raise
+    except Exception as err:  # whatever a family's code raises when called in this way
+        raise UserError(f"{refusal} ({brief(err)}); {advice}") from err
+    finally:
+        model.train(training)
 
 
 def _hugging_face(
