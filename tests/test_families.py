@@ -38,7 +38,7 @@ ALLOWED = {
     "llama": LLAMA | dict(model_type="llama", attention_dropout=0.5),
     "mistral": LLAMA | dict(model_type="mistral", attention_dropout=0.5, sliding_window=8),
     "qwen3": LLAMA | dict(model_type="qwen3", head_dim=8, attention_dropout=0.5),
-    "gemma2, no sdpa": LLAMA | dict(model_type="gemma2", head_dim=8, sliding_window=8, attention_dropout=0.5),
+    "gemma2": LLAMA | dict(model_type="gemma2", head_dim=8, sliding_window=8, attention_dropout=0.5),
     "gpt_oss, no sdpa": LLAMA | dict(model_type="gpt_oss", head_dim=8, num_local_experts=4, attention_dropout=0.5),
     "gpt2": N_STYLE | dict(model_type="gpt2", embd_pdrop=0.5, attn_pdrop=0.5, resid_pdrop=0.5),
     "gpt_bigcode": N_STYLE | dict(model_type="gpt_bigcode", attn_pdrop=0.5, resid_pdrop=0.5),
@@ -178,9 +178,9 @@ def test_a_family_without_generation_and_with_no_causal_model_is_named():
 
 
 def test_a_reward_model_does_not_leave_the_attention_that_was_asked_for(tmp_path):
-    policy = build(ALLOWED["gemma2, no sdpa"])
+    policy = build(ALLOWED["gpt_oss, no sdpa"])
     scalar_from_policy(policy, generator=torch.Generator()).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="attn: Gemma2Model .* does not support sdpa; use attn: auto"):
+    with pytest.raises(UserError, match="attn: GptOssModel .* does not support sdpa; use attn: auto"):
         load_scalar_model(str(tmp_path), ModelConfig(), attn="sdpa")
     loaded = load_scalar_model(str(tmp_path), ModelConfig(), attn="eager")
     assert loaded.lm_backbone.config._attn_implementation == "eager"
