@@ -11,7 +11,7 @@ from fastrlhf.config import PPOConfig
 from fastrlhf.episodes import Rollout
 from fastrlhf.models import frozen_copy, scalar_from_policy
 from fastrlhf.ppo import PPOModels, Settings, make_experience, optimize, score
-from fastrlhf.replay import rollout_from_tensors
+from fastrlhf.replay.ppo import rollout_from_tensors
 from fastrlhf.training import adamw
 
 PAD, EOS, T, V = 20, 0, 6, 20
