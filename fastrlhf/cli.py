@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import signal
 import sys
 import threading
@@ -40,7 +42,8 @@ def _overview() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 a replay above its limit, 2 bad input, 130 stopped by a signal after saving."""
+    """Exit codes: 0 done, 1 a replay above its limit, 2 bad input, 130 stopped by a signal after saving, 141 stopped
+    because nobody reads the output."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args:
         _overview().print_help()
@@ -48,13 +51,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = _overview().parse_args(args[:1]).command
     try:
         with _terminated_like_interrupted():
-            return _dispatch(command, args[1:])
+            code = _dispatch(command, args[1:])
+            sys.stdout.flush()
+            return code
     except KeyboardInterrupt:
         print(f"fastrlhf {command}: stopped by a signal; --resume goes on if the run has begun", file=sys.stderr)
         return 130
     except UserError as err:
         print(f"fastrlhf {command}: {err}", file=sys.stderr)
         return 2
+    except OSError as err:
+        if err.errno == errno.EPIPE:  # whoever read the output, such as `head`, has seen enough
+            code = 128 + signal.SIGPIPE
+        elif err.errno in (errno.ENOSPC, errno.EDQUOT):
+            code = 2
+            print(f"fastrlhf {command}: no disk space left for the output of this command; free some", file=sys.stderr)
+        else:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered would fail again
+        return code
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Iterable
 
 __all__ = ["UserError", "brief", "did_you_mean"]
@@ -17,7 +18,7 @@ class UserError(Exception):
 
 def brief(err: BaseException) -> str:
     """Another library's error in one line of at most 160 characters."""
-    return " ".join(str(err).split())[:160] or type(err).__name__
+    return textwrap.shorten(str(err), 160, placeholder=" ...") or type(err).__name__
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:

@@ -1,7 +1,10 @@
 """`fastrlhf replay` on recordings of the reference code, and on recordings that somebody changed."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,8 @@ from fastrlhf.cli import main
 from fastrlhf.errors import UserError
 from fastrlhf.replay import replay
 
-GOLDEN = Path(__file__).parent / "golden"
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests" / "golden"
 PPO = (
     "lr scores logprobs ref_logprobs values rewards advantages returns new_logprobs vpred pg_loss vf_loss loss "
     "pg_clipfrac vf_clipfrac ratio_mean approxkl entropy sequence_lengths padding_mask padding_mask_p1 "
@@ -34,6 +38,21 @@ def test_the_reference_is_met(name, ending, capsys):
     for quantity in QUANTITIES[name]:
         assert any(line.startswith(quantity) for line in out.splitlines()), quantity
     assert "passed: largest" in out.splitlines()[-1]
+
+
+def test_nobody_can_take_the_output():
+    """A full disk behind standard output, and a reader such as `head` that has gone."""
+    command = [sys.executable, "-m", "fastrlhf.cli", "replay", str(GOLDEN / "sft")]
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'kernels'}"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, env=env, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "no disk space left" in done.stderr
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, env=env, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.fixture(scope="module")
