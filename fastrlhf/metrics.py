@@ -8,17 +8,19 @@ from __future__ import annotations
 import json
 import sys
 import time
+import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+import yaml
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from fastrlhf.config import LogConfig
-from fastrlhf.errors import UserError
+from fastrlhf.errors import UserError, brief
 from fastrlhf.run_folder import RunFolder, atomic_write_text, disk_errors
 
 __all__ = ["Metrics"]
@@ -149,10 +151,19 @@ class _Wandb:
             raise UserError(
                 "log.wandb needs Weights & Biases; pip install 'fastrlhf[wandb]' or set it to false"
             ) from err
-        name = f"{run.root.name}/{stage}"
-        self.run = wandb.init(
-            project=log.project, name=name, id=name.replace("/", "-"), dir=str(run.root), resume="allow"
-        )
+        try:
+            self.run = wandb.init(
+                project=log.project,
+                name=f"{run.root.name}/{stage}",
+                id=f"{_identity(run)}-{stage}",
+                dir=str(run.root),
+                config=_resolved(run),
+                resume="allow",
+            )
+        except Exception as err:  # no key, no network, a value in the environment that it does not know
+            raise UserError(
+                f"log.wandb: {brief(err)} (WANDB_MODE=offline logs into the run folder without an account)"
+            ) from err
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)
@@ -167,13 +178,30 @@ class _Trackio:
             import trackio
         except ImportError as err:
             raise UserError("log.trackio needs trackio; pip install 'fastrlhf[trackio]' or set it to false") from err
-        self.run = trackio.init(project=log.project, name=f"{run.root.name}-{stage}", resume="allow")
+        # trackio finds a run to resume by its name alone.
+        name = f"{run.root.name}-{stage}-{_identity(run)}"
+        try:
+            self.run = trackio.init(project=log.project, name=name, config=_resolved(run), resume="allow")
+        except Exception as err:
+            raise UserError(f"log.trackio: {brief(err)}") from err
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)
 
     def close(self) -> None:
         self.run.finish()
+
+
+def _identity(run: RunFolder) -> str:
+    """What a resumed run shares with the run it goes on with, and no other run of the same folder name."""
+    path = run.root / ".tracking-id"
+    if not path.exists():
+        atomic_write_text(path, uuid.uuid4().hex[:8])
+    return path.read_text(encoding="utf-8")
+
+
+def _resolved(run: RunFolder) -> dict[str, Any]:
+    return dict(yaml.safe_load((run.root / "config.yaml").read_text(encoding="utf-8")))
 
 
 def _writers(run: RunFolder, log: LogConfig, stage: str, step: int) -> list[Any]:

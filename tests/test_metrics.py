@@ -13,6 +13,7 @@ from fastrlhf.run_folder import RunFolder
 
 @pytest.fixture
 def run(tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 7\n")
     return RunFolder(tmp_path, tmp_path)
 
 
@@ -112,13 +113,73 @@ def test_a_missing_logger_is_a_sentence(run, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_loggers_get_every_step_and_are_closed(run, monkeypatch, name):
+def test_loggers_get_every_step_and_are_closed(run, tmp_path, monkeypatch, name):
     import sys
     from types import SimpleNamespace
 
-    seen = []
+    seen, begun = [], []
     fake = SimpleNamespace(log=lambda values, step: seen.append((step, values)), finish=lambda: seen.append("closed"))
-    monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=lambda **kwargs: fake))
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=lambda **kwargs: begun.append(kwargs) or fake))
     with metrics(run, **{name: True}) as m:
         m.log(1, {"x": torch.tensor(1.0)})
     assert seen == [(1, {"x": 1.0}), "closed"]
+    assert begun[0]["config"] == {"seed": 7} and begun[0]["resume"] == "allow"
+
+    # A resumed stage goes on in the logger's run; a new run whose folder has the same name does not.
+    other = tmp_path / "elsewhere" / run.root.name
+    other.mkdir(parents=True)
+    (other / "config.yaml").write_text("seed: 7\n")
+    for folder in (run, RunFolder(other, other)):
+        with metrics(folder, **{name: True}):
+            pass
+    key = {"wandb": "id", "trackio": "name"}[name]
+    assert begun[0][key] == begun[1][key] != begun[2][key]
+
+
+def test_wandb_itself_writes_every_name_without_an_account(run, monkeypatch):
+    pytest.importorskip("wandb", reason="the extra [wandb] is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for stage, step in (("sft", 1), ("ppo", 1), ("ppo", 2)):
+        with metrics(run, stage, resume_step=step - 1, wandb=True) as m:
+            m.log(step, {"objective/kl": 1.5})
+    files = sorted((run.root / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(files) == 3 and all(b"objective/kl" in file.read_bytes() for file in files)
+    assert files[0].name != files[1].name == files[2].name  # stage by stage, resumption under one id
+
+
+def test_wandb_without_an_account_is_a_sentence(run, monkeypatch, tmp_path):
+    wandb = pytest.importorskip("wandb", reason="the extra [wandb] is not installed")
+    wandb.teardown()  # the session of an earlier test would keep its mode
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match="log.wandb: No API key configured.*WANDB_MODE=offline"):
+        metrics(run, wandb=True)
+
+
+def test_trackio_itself_stores_every_step(run, monkeypatch, tmp_path):
+    import sqlite3
+    import subprocess
+    import sys
+
+    pytest.importorskip("trackio", reason="the extra [trackio] is not installed")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when trackio is imported: a process of its own
+    code = """
+import sys
+from pathlib import Path
+from fastrlhf.config import LogConfig
+from fastrlhf.metrics import Metrics
+from fastrlhf.run_folder import RunFolder
+run = RunFolder(Path(sys.argv[1]), Path(sys.argv[1]))
+for step in (1, 2):
+    log = LogConfig(tensorboard=False, trackio=True)
+    with Metrics(run, log, stage="ppo", total_steps=2, resume_step=step - 1) as m:
+        m.log(step, {"objective/kl": 1.5})
+"""
+    subprocess.run([sys.executable, "-c", code, str(run.root)], check=True)
+    rows = sqlite3.connect(tmp_path / "trackio" / "fastrlhf.db").execute(
+        "select step, run_name, json_extract(cast(metrics as text), '$.\"objective/kl\"') from metrics order by step"
+    )
+    stored = list(rows)
+    assert [(step, kl) for step, _, kl in stored] == [(1, 1.5), (2, 1.5)]
+    assert stored[0][1] == stored[1][1]
