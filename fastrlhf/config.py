@@ -169,7 +169,7 @@ class PPOConfig:
     reward_function: str | None = None
     """module:name of a Python function (prompts, responses) -> one float each, instead of a reward model."""
     record_rollouts: bool = False
-    """Write each rollout and its update into `recordings/`, to be replayed by `fastrlhf replay`."""
+    """Write each rollout and its update into `ppo/recordings/`, to be replayed by `fastrlhf replay`."""
 
 
 @dataclass
