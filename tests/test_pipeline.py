@@ -186,3 +186,10 @@ def test_our_own_recordings_replay_to_the_last_bit_in_another_family(tiny_config
     assert len(recordings) == 3
     for recording in recordings:
         assert max(replay(str(recording)).values()) == 0
+
+
+def test_a_name_that_looks_like_markup_is_printed_as_it_is(cli, tiny_config, finished, tmp_path):
+    folder = tmp_path / "[red]run[/]"
+    done = cli("evaluate", tiny_config(folder, **{"model.path": str(finished / "ppo/model")}))
+    assert done.rc == 0, done.err
+    assert "[red]run[/]" in done.out.replace("\n", "") and (folder / "summary.json").is_file()
