@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from fastrlhf.errors import UserError, did_you_mean
+from fastrlhf.errors import UserError, brief, did_you_mean
 
 if TYPE_CHECKING:
     from fastrlhf.config import ModelConfig
@@ -121,13 +121,11 @@ def policy_from_config(
     try:
         known = AutoConfig.for_model(model_type)
     except ValueError as err:
-        raise UserError(
-            f"model.from_scratch.model_type: unknown model type {model_type!r}; {_first_line(err)}"
-        ) from err
+        raise UserError(f"model.from_scratch.model_type: unknown model type {model_type!r}; {brief(err)}") from err
     try:
         config = AutoConfig.for_model(model_type, **shape, bos_token_id=eos_id, eos_token_id=eos_id)
     except Exception as err:  # transformers checks a shape with whatever it has at hand
-        raise UserError(f"model.from_scratch: {model_type} refuses this shape: {_first_line(err)}") from err
+        raise UserError(f"model.from_scratch: {model_type} refuses this shape: {brief(err)}") from err
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"model.from_scratch: {model_type} is not a causal language model; use one, such as gpt_neox")
     source = inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__])
@@ -142,14 +140,9 @@ def policy_from_config(
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype), **_attn(attn))
         except Exception as err:
-            raise UserError(f"model.from_scratch: {model_type} refuses this shape: {_first_line(err)}") from err
+            raise UserError(f"model.from_scratch: {model_type} refuses this shape: {brief(err)}") from err
     disable_dropout(model)
     return cast(PreTrainedModel, model)
-
-
-def _first_line(err: BaseException) -> str:
-    text = str(err).strip().splitlines()
-    return text[0][:200] if text else type(err).__name__
 
 
 def require_folder(path: str, field: str) -> None:
@@ -176,7 +169,7 @@ def load_policy(path: str, cfg: ModelConfig, *, attn: str = "auto", field: str =
                 **_attn(attn),
             )
     except Exception as err:  # transformers checks a folder with whatever it has at hand
-        raise UserError(f"{field}: cannot load a causal language model from {path}: {_first_line(err)}") from err
+        raise UserError(f"{field}: cannot load a causal language model from {path}: {brief(err)}") from err
     _refuse_incomplete(info, path, field)
     return _ready(model, path, field)
 
@@ -336,7 +329,7 @@ def load_scalar_model(
     except UserError:
         raise
     except Exception as err:
-        raise UserError(f"{field}: cannot load a reward model from {path}: {_first_line(err)}") from err
+        raise UserError(f"{field}: cannot load a reward model from {path}: {brief(err)}") from err
     _refuse_incomplete(info, path, field, allow_unexpected=False)
     if attn not in ("auto", model.lm_backbone.config._attn_implementation):
         raise UserError(f"attn: {type(model.lm_backbone).__name__} in {path} does not support {attn}; use attn: auto")
@@ -406,7 +399,7 @@ def check_head(policy: PreTrainedModel, field: str = "model.path") -> None:
         trained_BLD = hidden_states(policy.base_model, ids_BL)
         ours = packed_logprobs(policy, hidden_BLD, positions, ids_BL[0, 1:])
     except Exception as err:  # whatever a family's code raises when called in this way
-        raise UserError(f"{field}: {family} cannot be trained here: {_first_line(err)}") from err
+        raise UserError(f"{field}: {family} cannot be trained here: {brief(err)}") from err
     finally:
         policy.train(training)
     logprobs = torch.log_softmax(logits[0, :-1], -1).gather(1, ids_BL[0, 1:, None])[:, 0]

@@ -165,6 +165,11 @@ def check(cfg: Config, stages: tuple[str, ...]) -> None:
             raise UserError(f"data.{field} is not set; name a hub id or a .jsonl, .parquet or .csv file")
     if stages[0] == "sft" and cfg.model.path is None and cfg.model.from_scratch is None:
         raise UserError("model.path is not set; name a model folder or hub id, or give model.from_scratch")
+    if stages[0] == "sft":
+        # A later stage takes its model from `path` alone; here one of the two would be left aside without a word.
+        for one, two in (("path", "from_scratch"), ("path", "train_tokenizer"), ("tokenizer", "train_tokenizer")):
+            if getattr(cfg.model, one) is not None and getattr(cfg.model, two) is not None:
+                raise UserError(f"model.{one} and model.{two} are both set; keep one")
     if (
         stages[0] == "sft"
         and cfg.model.path is None
@@ -177,6 +182,11 @@ def check(cfg: Config, stages: tuple[str, ...]) -> None:
     if "reward" in stages and cfg.reward.normalize and cfg.data.sft is None:
         raise UserError("reward.normalize needs data.sft, whose references average 0; set it or reward.normalize false")
     if "ppo" in stages:
+        if cfg.batch.micro_batch_size is not None and cfg.ppo.loss_reduction == "minibatch":
+            raise UserError(
+                "batch.micro_batch_size belongs to ppo.loss_reduction: microbatch; set that, or limit memory by "
+                "batch.tokens_per_micro_batch"
+            )
         if cfg.ppo.reward_model and cfg.ppo.reward_function:
             raise UserError("ppo.reward_model and ppo.reward_function are both set; keep one")
         if stages == ("ppo",) and not (cfg.ppo.reward_model or cfg.ppo.reward_function):

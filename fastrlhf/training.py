@@ -98,6 +98,12 @@ def fit(
     prefix = "train/sft" if stage == "sft" else "train/rm"
     per_epoch = math.ceil(n_rows / settings.batch_size)
     total = per_epoch * settings.epochs
+    if settings.warmup_steps >= total:
+        print(
+            f"{stage}: {stage}.warmup_steps is {settings.warmup_steps}, but there are only {total} steps; "
+            "the learning rate will not reach its peak",
+            flush=True,
+        )
     optimizer = adamw(model, lr=settings.lr, eps=settings.eps, weight_decay=settings.weight_decay)
     shuffle = named_generator(cfg.seed, f"{stage}/shuffle")
     order: list[int] = []

@@ -124,6 +124,23 @@ CASES = {
     "unknown model type": ("sft", {"model.from_scratch": {"model_type": "gpt_nixx"}}, ["model type 'gpt_nixx'"]),
     "too long for the model": ("sft", {"model.from_scratch": SHORT}, ["data.max_query_length", "ends at 8"]),
     "a number no run can use": ("sft", {"sft.batch_size": 0}, ["sft.batch_size is 0; it must be at least 1"]),
+    "model twice": ("sft", {"model.path": "{}/run/sft/model"}, ["model.path and model.from_scratch are both set"]),
+    "tokenizer twice": ("sft", {"model.tokenizer": "{}/run/sft/model"}, ["model.train_tokenizer are both"]),
+    "tokenizer of a trained model": (
+        "sft",
+        {"model.path": "{}/run/sft/model", "model.from_scratch": None},
+        ["model.path and model.train_tokenizer are both set"],
+    ),
+    "micro-batch without its mean": (
+        "ppo",
+        {"batch.micro_batch_size": 2, "ppo.reward_function": "rewards:good"},
+        ["batch.micro_batch_size", "ppo.loss_reduction: microbatch"],
+    ),
+    "shape": (
+        "sft",
+        {"model.from_scratch": {"model_type": "gpt_neox", "hidden_size": 33}},
+        ["gpt_neox refuses this shape", "hidden size is not divisible"],
+    ),
     "no model": ("sft", {"model.from_scratch": None}, ["model.path is not set"]),
     "model folder missing": ("reward", {"model.path": "{}/nowhere"}, ["nowhere"]),
     "no config.json": ("reward", {"model.path": "{}/no_config"}, ["model.path", "no_config", "no config.json"]),

@@ -38,7 +38,9 @@ def test_a_small_demo_promises_what_the_large_one_does(tmp_path, monkeypatch, ca
         for name in names:
             assert isinstance(got[section][name], float), (section, name)
     assert len(got["samples"]) == 3 and all({"prompt", "sft", "ppo"} <= row.keys() for row in got["samples"])
-    assert got["seed"] == 5 and "summary of" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert got["seed"] == 5 and "summary of" in out
+    assert "sft.warmup_steps is 20, but there are only" in out and "will not reach its peak" in out
     train = {json.loads(line)["post"] for line in (folder / "corpus/sft_train.jsonl").open()}
     heldout = {json.loads(line)["prompt"] for line in (folder / "evaluation.jsonl").open()}
     assert len(heldout) == 12 and not any(post in prompt for post in train for prompt in heldout)

@@ -148,7 +148,7 @@ def test_recordings_replay(tiny_config, finished, tmp_path, function_module, red
             "ppo.whiten_rewards": reduction == "microbatch",
             "ppo.missing_eos_score": -1.0 if old == "recompute" else None,
             "ppo.max_grad_norm": 0.5 if reduction == "minibatch" else None,
-            "batch.micro_batch_size": 2,
+            "batch.micro_batch_size": 2 if reduction == "microbatch" else None,
         },
         **(given if reward == "model" else {"ppo.reward_function": function_module}),
     )
