@@ -325,7 +325,8 @@ def check_values(section: Any, prefix: str = "") -> None:
 
 def _check_number(name: str, value: float) -> None:
     rules = (
-        (not math.isfinite(value), "must be a finite number"),
+        (isinstance(value, float) and not math.isfinite(value), "must be a finite number"),
+        (isinstance(value, float) and abs(value) > 3e38, "must fit into 32 bits, at most 3e38"),
         (name in _AT_LEAST_1 and value < 1, "must be at least 1"),
         (name in _ABOVE_0 and value <= 0, "must be above 0"),
         (name in _AT_MOST_1 and value > 1, "must be at most 1"),

@@ -123,6 +123,7 @@ CASES = {
     "invalid JSON": ("sft", {"data.sft": "{}/torn.jsonl"}, ["data.sft", "torn.jsonl:2 is not valid JSON"]),
     "unknown model type": ("sft", {"model.from_scratch": {"model_type": "gpt_nixx"}}, ["model type 'gpt_nixx'"]),
     "too long for the model": ("sft", {"model.from_scratch": SHORT}, ["data.max_query_length", "ends at 8"]),
+    "a number no fp32 holds": ("ppo", {"ppo.clip": 1e300, "ppo.reward_function": "rewards:good"}, ["ppo.clip", "3e38"]),
     "a number no run can use": ("sft", {"sft.batch_size": 0}, ["sft.batch_size is 0; it must be at least 1"]),
     "model twice": ("sft", {"model.path": "{}/run/sft/model"}, ["model.path and model.from_scratch are both set"]),
     "tokenizer twice": ("sft", {"model.tokenizer": "{}/run/sft/model"}, ["model.train_tokenizer are both"]),
