@@ -143,27 +143,11 @@ class _TensorBoard:
         self.writer.close()
 
 
-class _Wandb:
-    def __init__(self, run: RunFolder, log: LogConfig, stage: str) -> None:
-        try:
-            import wandb
-        except ImportError as err:
-            raise UserError(
-                "log.wandb needs Weights & Biases; pip install 'fastrlhf[wandb]' or set it to false"
-            ) from err
-        try:
-            self.run = wandb.init(
-                project=log.project,
-                name=f"{run.root.name}/{stage}",
-                id=f"{_identity(run)}-{stage}",
-                dir=str(run.root),
-                config=_resolved(run),
-                resume="allow",
-            )
-        except Exception as err:  # no key, no network, a value in the environment that it does not know
-            raise UserError(
-                f"log.wandb: {brief(err)} (WANDB_MODE=offline logs into the run folder without an account)"
-            ) from err
+class _Tracker:
+    """A run of W&B or of trackio, which has the same two methods."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)
@@ -172,24 +156,40 @@ class _Wandb:
         self.run.finish()
 
 
-class _Trackio:
-    def __init__(self, run: RunFolder, log: LogConfig, stage: str) -> None:
-        try:
-            import trackio
-        except ImportError as err:
-            raise UserError("log.trackio needs trackio; pip install 'fastrlhf[trackio]' or set it to false") from err
-        # trackio finds a run to resume by its name alone.
-        name = f"{run.root.name}-{stage}-{_identity(run)}"
-        try:
-            self.run = trackio.init(project=log.project, name=name, config=_resolved(run), resume="allow")
-        except Exception as err:
-            raise UserError(f"log.trackio: {brief(err)}") from err
+def _wandb(run: RunFolder, log: LogConfig, stage: str) -> _Tracker:
+    try:
+        import wandb
+    except ImportError as err:
+        raise UserError("log.wandb needs Weights & Biases; pip install 'fastrlhf[wandb]' or set it to false") from err
+    identity, config = _identity(run), _resolved(run)
+    try:
+        begun = wandb.init(
+            project=log.project,
+            name=f"{run.root.name}/{stage}",
+            id=f"{identity}-{stage}",
+            dir=str(run.root),
+            config=config,
+            resume="allow",
+        )
+    except Exception as err:  # no key, no network, a value in the environment that it does not know
+        raise UserError(
+            f"log.wandb: {brief(err)} (WANDB_MODE=offline logs into the run folder without an account)"
+        ) from err
+    return _Tracker(begun)
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self.run.log(dict(values), step=step)
 
-    def close(self) -> None:
-        self.run.finish()
+def _trackio(run: RunFolder, log: LogConfig, stage: str) -> _Tracker:
+    try:
+        import trackio
+    except ImportError as err:
+        raise UserError("log.trackio needs trackio; pip install 'fastrlhf[trackio]' or set it to false") from err
+    identity, config = _identity(run), _resolved(run)
+    name = f"{run.root.name}-{stage}-{identity}"  # trackio finds a run to resume by its name alone
+    try:
+        begun = trackio.init(project=log.project, name=name, config=config, resume="allow")
+    except Exception as err:  # whatever keeps it from starting
+        raise UserError(f"log.trackio: {brief(err)}") from err
+    return _Tracker(begun)
 
 
 def _identity(run: RunFolder) -> str:
@@ -209,7 +209,7 @@ def _writers(run: RunFolder, log: LogConfig, stage: str, step: int) -> list[Any]
     if log.tensorboard:
         writers.append(_TensorBoard(run.root / "tensorboard" / stage, step + 1 if step else 0))
     if log.wandb:
-        writers.append(_Wandb(run, log, stage))
+        writers.append(_wandb(run, log, stage))
     if log.trackio:
-        writers.append(_Trackio(run, log, stage))
+        writers.append(_trackio(run, log, stage))
     return writers

@@ -163,21 +163,17 @@ def check(cfg: Config, stages: tuple[str, ...]) -> None:
         field, value = needed.get(stage, ("prompts", cfg.data.prompts or cfg.data.sft))
         if value is None:
             raise UserError(f"data.{field} is not set; name a hub id or a .jsonl, .parquet or .csv file")
-    if stages[0] == "sft" and cfg.model.path is None and cfg.model.from_scratch is None:
-        raise UserError("model.path is not set; name a model folder or hub id, or give model.from_scratch")
+    model = cfg.model
     if stages[0] == "sft":
+        if model.path is None and model.from_scratch is None:
+            raise UserError("model.path is not set; name a model folder or hub id, or give model.from_scratch")
         # A later stage takes its model from `path` alone; here one of the two would be left aside without a word.
         for one, two in (("path", "from_scratch"), ("path", "train_tokenizer"), ("tokenizer", "train_tokenizer")):
-            if getattr(cfg.model, one) is not None and getattr(cfg.model, two) is not None:
+            if getattr(model, one) is not None and getattr(model, two) is not None:
                 raise UserError(f"model.{one} and model.{two} are both set; keep one")
-    if (
-        stages[0] == "sft"
-        and cfg.model.path is None
-        and cfg.model.tokenizer is None
-        and cfg.model.train_tokenizer is None
-    ):
-        raise UserError("model.from_scratch needs a tokenizer; set model.tokenizer or model.train_tokenizer")
-    if stages[0] != "sft" and cfg.model.path is None:
+        if model.path is None and model.tokenizer is None and model.train_tokenizer is None:
+            raise UserError("model.from_scratch needs a tokenizer; set model.tokenizer or model.train_tokenizer")
+    elif model.path is None:
         raise UserError(f"model.path is not set; {stages[0]} needs an SFT model's folder or hub id")
     if "reward" in stages and cfg.reward.normalize and cfg.data.sft is None:
         raise UserError("reward.normalize needs data.sft, whose references average 0; set it or reward.normalize false")
