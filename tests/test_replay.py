@@ -137,6 +137,58 @@ def test_every_setting_matters(copied, name, change):
     assert max(worst.values()) > 5e-6
 
 
+UPDATE = load_file(GOLDEN / "ppo_a.safetensors")
+INTEGERS = ["update0.queries", "update0.responses", "update0.perm0", "update0.sequence_lengths", "update0.micro0.inds"]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [k for k in sorted(UPDATE) if k.startswith(("update0.", "init.reward.scalar")) and "postprocessed" not in k
+     and "query_responses" not in k],
+)  # fmt: skip
+def test_what_is_missing_is_not_passed_over(copied, key):
+    with pytest.raises(UserError, match="lacks|does not fit"):
+        replay(copied("ppo_a", lambda m, t: t.pop(key)))
+
+
+def _drop(prefix):
+    def change(meta, tensors):
+        for key in [key for key in tensors if key.startswith(prefix)]:
+            del tensors[key]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("ppo_a", _drop("init.reward."), "does not fit the model"),
+        ("ppo_a", lambda m, t: m.update(reward_bias=None), "weights of a reward model"),
+        ("ppo_a", _drop("update0.micro"), "lacks 'update0.micro0"),
+        ("ppo_a", lambda m, t: m["updates"][0].update(micro=[{}] * 4), "lacks 'pg_loss'"),
+        ("ppo_a", lambda m, t: m["args"].update(loss_reduction="token"), "loss_reduction is 'token'; microbatch and"),
+        ("ppo_a", lambda m, t: m["args"].update(old_logprobs="none"), "old_logprobs is 'none'"),
+        ("ppo_a", lambda m, t: m["args"].update(whiten_scope="none"), "whiten_scope is 'none'"),
+        ("ppo_a", lambda m, t: m.update(layout="tigth"), "layout is 'tigth'; padded and tight"),
+        ("ppo_a", lambda m, t: m.update(statistics="none"), "statistics is 'none'"),
+        ("sft", lambda m, t: t.update({"micro0.tokens": t["micro0.tokens"].float()}), "is torch.float32, it has to"),
+        ("reward", lambda m, t: m.pop("normalisation"), "normalisation"),
+        ("reward", lambda m, t: t.pop("normalisation.query_reference_response_token"), "lacks 'normalisation"),
+        *[("ppo_a", lambda m, t, k=k: t.update({k: t[k].float()}), "it has to be torch.int64") for k in INTEGERS],
+        ("ppo_a", lambda m, t: t.update({"update0.values": t["update0.values"].double()}), "it has to be torch.float32"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(copied, name, change, said):
+    with pytest.raises(UserError, match=said):
+        replay(copied(name, change))
+
+
+def test_the_eos_flags_are_compared(copied):
+    eos = (UPDATE["update0.postprocessed_responses"] == 0).any(1)
+    assert replay(copied("ppo_a", lambda m, t: t.update({"update0.has_eos": eos})))["has_eos"] == 0
+    assert replay(copied("ppo_a", lambda m, t: t.update({"update0.has_eos": ~eos})))["has_eos"] == 1
+
+
 def test_exit_codes(copied, tmp_path, capsys):
     off = copied("reward", lambda m, t: m.update(bias=1.0) if "bias" in m else t.clear())
     assert main(["replay", off]) in (1, 2)

@@ -20,7 +20,7 @@ from fastrlhf.errors import UserError
 from fastrlhf.models import frozen_copy
 from fastrlhf.ppo import Experience, MicroBatch, PPOModels, Settings, make_experience, optimize, score
 from fastrlhf.recording import scatter_slots
-from fastrlhf.replay.recorded import Errors, Recording, build_optimizer, some, unpad_left
+from fastrlhf.replay.recorded import Errors, Recording, build_optimizer, choice, some, unpad_left
 
 __all__ = ["replay_ppo", "rollout_from_tensors"]
 
@@ -40,9 +40,9 @@ def _settings(args: Mapping[str, Any]) -> Settings:
         whiten_rewards=p["whiten_rewards"],
         missing_eos_score=penalty,
         max_grad_norm=args.get("max_grad_norm"),
-        loss_reduction=args.get("loss_reduction", "microbatch"),
-        old_logprobs=args.get("old_logprobs", "recompute"),
-        whiten_scope=args.get("whiten_scope", "rank"),
+        loss_reduction=choice(args, "loss_reduction", ("microbatch", "minibatch")),  # type: ignore[arg-type]
+        old_logprobs=choice(args, "old_logprobs", ("recompute", "sampler")),  # type: ignore[arg-type]
+        whiten_scope=choice(args, "whiten_scope", ("rank", "global")),  # type: ignore[arg-type]
     )
     return Settings(
         ppo=ppo,
@@ -80,12 +80,15 @@ def replay_ppo(rec: Recording) -> Errors:
     settings = _settings(args)
     policy = rec.policy("init.policy")
     ref = rec.policy("init.ref_policy") if rec.weights("init.ref_policy") else policy
-    has_reward = bool(rec.weights("init.reward"))
+    # Only a recording that says that a function gave the scores can do without a reward model: its scores are inputs.
+    by_function = "reward_bias" in rec.meta and rec.meta["reward_bias"] is None
+    if by_function and rec.weights("init.reward"):
+        raise UserError(f"replay: {rec.base} has no reward_bias, but weights of a reward model; it is not a whole recording")
     models = PPOModels(
         policy=policy,
         ref_policy=frozen_copy(ref),
         critic=rec.scalar("init.critic", rec.meta.get("critic_bias") or 0.0),
-        reward_model=rec.scalar("init.reward", rec.meta.get("reward_bias") or 0.0) if has_reward else None,
+        reward_model=rec.scalar("init.reward", rec.meta.get("reward_bias") or 0.0) if not by_function else None,
     )
     optimizer = build_optimizer(models.trained(), args)
     _load_optimizer(rec, models, optimizer)
@@ -125,26 +128,21 @@ def _replay_update(
 ) -> None:
     args, pad_id, key = rec.meta["args"], rec.meta["pad_token_id"], f"update{u}"
     rollout, post = rollout_from_tensors(
-        rec[f"{key}.queries"],
-        rec[f"{key}.responses"],
+        rec.ids(f"{key}.queries"),
+        rec.ids(f"{key}.responses"),
         pad_id=pad_id,
         eos_id=rec.meta["eos_token_id"],
         truncate_id=args["truncate_token_id"],
     )
-    if rec.meta.get("layout") == "tight":
+    if choice(rec.meta, "layout", ("padded", "tight")) == "tight":
         rollout = replace(rollout, recorded=None)
     if settings.ppo.old_logprobs == "sampler":
-        given = rec[f"{key}.logprobs"].masked_fill(~rollout.masks_BT()[0], 0.0)
+        given = rec.get(f"{key}.logprobs", torch.float32).masked_fill(~rollout.masks_BT()[0], 0.0)
         rollout = replace(rollout, sampler_logprobs_BT=given)
-    given_scores = None if models.reward_model is not None else rec[f"{key}.scores"]
+    given_scores = None if models.reward_model is not None else rec.get(f"{key}.scores", torch.float32)
     exp = make_experience(rollout, score(rollout, models, settings, given_scores), settings)
-    recorded = {name.removeprefix(f"{key}."): t for name, t in rec.tensors.items() if name.startswith(f"{key}.")}
-    _compare_experience(exp, post, recorded, errors)
-    epochs = settings.ppo.epochs
-    orders = [
-        recorded[f"perm{e}"].tolist() if f"perm{e}" in recorded else rec[f"{key}.perm{e}"].tolist()
-        for e in range(epochs)
-    ]
+    _compare_experience(exp, post, rec, key, errors)
+    orders = [rec.ids(f"{key}.perm{e}").tolist() for e in range(settings.ppo.epochs)]
     observer = _Observer(rec, key, update["micro"], exp, models.policy, settings, errors)
     optimize(
         exp,
@@ -159,16 +157,16 @@ def _replay_update(
     errors.add("micro-batches", observer.count, len(update["micro"]))
 
 
-_NEEDED = {"scores", "logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns"}
+_OPTIONAL = {"postprocessed_responses", "query_responses", "has_eos"}
+_STATISTICS = ("pg_loss", "vf_loss", "loss", "pg_clipfrac", "vf_clipfrac", "ratio_mean", "approxkl", "entropy")
 
 
-def _compare_experience(exp: Experience, post: Tensor, recorded: Mapping[str, Tensor], errors: Errors) -> None:
-    missing = _NEEDED - recorded.keys()
-    if missing:
-        raise UserError(f"replay: the recording lacks {min(missing)!r} of an update; it is not a whole recording")
+def _compare_experience(exp: Experience, post: Tensor, rec: Recording, key: str, errors: Errors) -> None:
     ours = {
-        "sequence_lengths": exp.rollout.last_index_B(),
+        "query_responses": torch.cat([rec.ids(f"{key}.queries"), rec.ids(f"{key}.responses")], 1),
         "postprocessed_responses": post,
+        "has_eos": exp.rollout.has_eos_B,
+        "sequence_lengths": exp.rollout.last_index_B(),
         "padding_mask": ~exp.mask_BT,
         "padding_mask_p1": ~exp.value_mask_BT,
         "scores": exp.scores_B,
@@ -182,8 +180,8 @@ def _compare_experience(exp: Experience, post: Tensor, recorded: Mapping[str, Te
         "returns": exp.returns_BT,
     }
     for name, value in ours.items():
-        if name in recorded:
-            errors.add(name, value, recorded[name])
+        if f"{key}.{name}" in rec.tensors or name not in _OPTIONAL:
+            errors.add(name, value, rec.get(f"{key}.{name}", value.dtype))
 
 
 class _Observer:
@@ -201,7 +199,7 @@ class _Observer:
     ) -> None:
         self.rec, self.key, self.micro, self.exp = rec, key, micro, exp
         self.policy, self.settings, self.errors = policy, settings, errors
-        self.unmasked = rec.meta.get("statistics", "reference") == "reference"
+        self.unmasked = choice(rec.meta, "statistics", ("reference", "masked")) == "reference"
         self.count = 0
 
     def __call__(self, got: MicroBatch) -> None:
@@ -212,14 +210,14 @@ class _Observer:
         recorded, key = self.micro[j], f"{self.key}.micro{j}"
         new_logprobs, vpred = scatter_slots(got.parts, got.rows, T)
         for name, value in (("inds", torch.tensor(got.rows)), ("new_logprobs", new_logprobs), ("vpred", vpred)):
-            if f"{key}.{name}" in self.rec.tensors:
-                self.errors.add(name, value, self.rec[f"{key}.{name}"])
+            self.errors.add(name, value, self.rec.get(f"{key}.{name}", value.dtype))
         stats = {"ratio_mean": got.stats["ratio"], **got.stats}
         if self.unmasked:
             stats |= self._unmasked(got)
-        for name, wanted in recorded.items():
-            if name in stats:
-                self.errors.add(name, stats[name], wanted)
+        for name in _STATISTICS:
+            if name not in recorded:
+                raise UserError(f"replay: {self.rec.base}.json lacks {name!r} of {key}; it is not a whole recording")
+            self.errors.add(name, stats[name], recorded[name])
 
     def _unmasked(self, got: MicroBatch) -> dict[str, Tensor]:
         """The reference's means over all slots: masked ones count as ratio 1 and difference 0."""
@@ -234,7 +232,7 @@ class _Observer:
     @torch.no_grad()
     def _entropy(self, rows: list[int]) -> Tensor:
         """Mean entropy over all slots, those after EOS too: needs the raw responses and the reference's masked pass."""
-        queries, responses = self.rec[f"{self.key}.queries"][rows], self.rec[f"{self.key}.responses"][rows]
+        queries, responses = (self.rec.ids(f"{self.key}.{name}")[rows] for name in ("queries", "responses"))
         ids = torch.cat([queries, responses], 1)
         attention_mask = ids != self.rec.meta["pad_token_id"]
         out = self.policy(input_ids=ids.masked_fill(~attention_mask, 0), attention_mask=attention_mask)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fastrlhf.errors import UserError
+from fastrlhf.errors import UserError, brief
 from fastrlhf.models import ScalarModel, ScalarModelConfig, disable_dropout
 
-__all__ = ["Errors", "Recording", "build_optimizer", "load", "some", "unpad_left"]
+__all__ = ["Errors", "Recording", "build_optimizer", "choice", "load", "some", "unpad_left"]
 
 
 class Recording:
@@ -25,28 +25,41 @@ class Recording:
     def __init__(self, basename: str) -> None:
         base = basename.removesuffix(".json").removesuffix(".safetensors")
         meta_path, tensor_path = Path(f"{base}.json"), Path(f"{base}.safetensors")
-        for path in (meta_path, tensor_path):
-            if not path.is_file():
-                raise UserError(f"replay: {path} does not exist; give a recording's path without its ending")
+        try:
+            for path in (meta_path, tensor_path):
+                if not path.is_file():
+                    raise UserError(f"replay: {path} does not exist; give a recording's path without its ending")
+            self._read(base, meta_path, tensor_path)
+        except OSError as err:
+            raise UserError(f"replay: cannot read {base}: {err.strerror or err}") from err
+        self.base = base
+
+    def _read(self, base: str, meta_path: Path, tensor_path: Path) -> None:
         try:
             self.meta: dict[str, Any] = json.loads(meta_path.read_text(encoding="utf-8"))
             with safe_open(tensor_path, "pt") as file:
                 self.tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as err:
-            raise UserError(f"replay: {base} is not a readable recording: {err}") from err
+        except (ValueError, RecursionError, SafetensorError) as err:  # ValueError: JSON, UTF-8, a number too long
+            raise UserError(f"replay: {base} is not a readable recording: {brief(err)}") from err
         if not isinstance(self.meta, dict) or self.meta.get("kind") not in ("ppo", "sft", "reward"):
             kind = self.meta.get("kind") if isinstance(self.meta, dict) else None
             raise UserError(f"replay: {meta_path} has kind {kind!r}; ppo, sft and reward can be replayed")
         missing = [key for key in ("args", "model") if key not in self.meta]
         if missing:
             raise UserError(f"replay: {meta_path} lacks {missing[0]!r}; it is not a whole recording")
-        self.base = base
 
-    def __getitem__(self, key: str) -> Tensor:
-        try:
-            return self.tensors[key]
-        except KeyError:
-            raise UserError(f"replay: {self.base}.safetensors lacks {key!r}; it is not a whole recording") from None
+    def get(self, key: str, dtype: torch.dtype) -> Tensor:
+        """One tensor. Raises `UserError` when it is missing or of another type."""
+        if key not in self.tensors:
+            raise UserError(f"replay: {self.base}.safetensors lacks {key!r}; it is not a whole recording")
+        got = self.tensors[key]
+        if got.dtype != dtype:
+            raise UserError(f"replay: {self.base}.safetensors: {key!r} is {got.dtype}, it has to be {dtype}")
+        return got
+
+    def ids(self, key: str) -> Tensor:
+        """Token ids or row numbers."""
+        return self.get(key, torch.int64)
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
         """The tensors under `prefix.`, by the rest of their names."""
@@ -123,6 +136,14 @@ class Errors:
             raise UserError(f"replay: the recording lacks {min(absent)} of the {prefix} weights; it is not a whole one")
         for key, value in renamed.items():
             self.add(prefix, ours[key], value)
+
+
+def choice(values: Mapping[str, Any], key: str, allowed: Collection[str]) -> str:
+    """`values[key]`, or the first of `allowed`, which is what the reference does."""
+    got = values.get(key, next(iter(allowed)))
+    if got not in allowed:
+        raise UserError(f"replay: {key} is {got!r}; {' and '.join(allowed)} can be replayed")
+    return str(got)
 
 
 def some(rec: Recording, key: str) -> list[dict[str, Any]]:

@@ -59,12 +59,12 @@ def replay_sft(rec: Recording) -> Errors:
     micro = some(rec, "micro")
     prefix = "policy." if rec.weights("init.policy") else ""
     policy = rec.policy(f"init.{prefix}".rstrip("."))
-    batches = [_rows(rec[f"micro{i}.tokens"], pad_id) for i in range(len(micro))]
+    batches = [_rows(rec.ids(f"micro{i}.tokens"), pad_id) for i in range(len(micro))]
     stepper = _Stepper(policy, args, [len(b) for b in batches])
     for i, (rows, recorded) in enumerate(zip(batches, micro, strict=True)):
         errors.add("lr", stepper.lr, recorded["lr"])
         # The recorded width: rounding depends on the shapes, and Adam enlarges it where gradients are near 0.
-        total, targets = sft_loss(policy, rows, [1] * len(rows), width=rec[f"micro{i}.tokens"].shape[1])
+        total, targets = sft_loss(policy, rows, [1] * len(rows), width=rec.ids(f"micro{i}.tokens").shape[1])
         loss = total / targets
         errors.add("loss", loss.detach(), recorded["loss"])
         (loss / stepper.window).backward()
@@ -79,12 +79,12 @@ def replay_reward(rec: Recording) -> Errors:
     prefix = "reward." if rec.weights("init.reward") else ""
     model = rec.scalar(f"init.{prefix}".rstrip("."))
     pairs = [
-        (_rows(rec[f"micro{i}.chosen"], pad_id), _rows(rec[f"micro{i}.rejected"], pad_id)) for i in range(len(micro))
+        (_rows(rec.ids(f"micro{i}.chosen"), pad_id), _rows(rec.ids(f"micro{i}.rejected"), pad_id)) for i in range(len(micro))
     ]
     stepper = _Stepper(model, args, [len(chosen) for chosen, _ in pairs])
     for i, ((chosen, rejected), recorded) in enumerate(zip(pairs, micro, strict=True)):
         errors.add("lr", stepper.lr, recorded["lr"])
-        r_c, r_r = pair_rewards(model, chosen, rejected, rec[f"micro{i}.chosen"].shape[1])
+        r_c, r_r = pair_rewards(model, chosen, rejected, rec.ids(f"micro{i}.chosen").shape[1])
         errors.add("chosen_rewards", r_c.detach(), recorded["chosen_rewards"])
         errors.add("rejected_rewards", r_r.detach(), recorded["rejected_rewards"])
         loss = -F.logsigmoid(r_c - r_r).mean()
@@ -92,10 +92,10 @@ def replay_reward(rec: Recording) -> Errors:
         (loss / stepper.window).backward()
         stepper.after_backward(i)
     errors.weights("final weights", model, rec.weights(f"final.{prefix}".rstrip(".")))
-    if "normalisation" in rec.meta:
+    if "normalisation" in rec.meta or rec.weights("normalisation"):
         normalisation = rec.meta["normalisation"]
         with torch.no_grad():
-            tokens = rec["normalisation.query_reference_response_token"]
+            tokens = rec.ids("normalisation.query_reference_response_token")
             got = rewards(model, _rows(tokens, pad_id), tokens.shape[1])
         errors.add("normalisation rewards", got, normalisation["rewards"])
         errors.add("bias", got.double().mean(), normalisation["bias"])
