@@ -30,7 +30,7 @@ class ModelConfig:
     train_tokenizer: int | None = None
     """Train a byte-level BPE of this many ids on the SFT data instead of loading a tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Storage and compute type of the weights."""
+    """Storage and compute type of the weights; under bfloat16 the optimiser keeps fp32 copies and steps on those."""
     device: str = "auto"
     """Where to run: auto (a CUDA device if there is one, else the CPU), cpu, cuda, cuda:1."""
     trust_remote_code: bool = False

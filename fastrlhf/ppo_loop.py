@@ -21,11 +21,12 @@ from fastrlhf.data.tokenize import PromptExample
 from fastrlhf.errors import UserError
 from fastrlhf.evaluate.sampling import Samples, sample
 from fastrlhf.metrics import Metrics
+from fastrlhf.optimizer import adamw
 from fastrlhf.ppo import Experience, PPOModels, Settings, make_experience, optimize, score
 from fastrlhf.recording import Recorder
 from fastrlhf.rollout.decode import NotFiniteError
 from fastrlhf.run_folder import RunFolder
-from fastrlhf.training import Interrupted, adamw, diverged, require_finite, require_finite_weights
+from fastrlhf.training import Interrupted, diverged, require_finite, require_finite_weights
 
 __all__ = ["ppo_settings", "train_ppo"]
 

@@ -17,12 +17,12 @@ from fastrlhf.config import Config, RewardConfig, SFTConfig
 from fastrlhf.data.batching import epoch_order
 from fastrlhf.errors import UserError
 from fastrlhf.metrics import Metrics
+from fastrlhf.optimizer import adamw
 from fastrlhf.run_folder import RunFolder
 
 __all__ = [
     "Interrupted",
     "StepResult",
-    "adamw",
     "cosine",
     "diverged",
     "fit",
@@ -40,12 +40,6 @@ def cosine(step: int, total: int, warmup: int = 0) -> float:
     if step < warmup:
         return step / max(1, warmup)
     return max(0.0, 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, total - warmup))))
-
-
-def adamw(modules: nn.Module, *, lr: float, eps: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW with the reference's betas, one group over all parameters, in one fused pass per step."""
-    params = [p for p in modules.parameters() if p.requires_grad]
-    return torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.999), eps=eps, weight_decay=weight_decay, fused=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from fastrlhf.checkpoint import StopSignal, latest_checkpoint, load_checkpoint, named_generator, save_checkpoint
 from fastrlhf.errors import UserError
-from fastrlhf.training import adamw
+from fastrlhf.optimizer import adamw
 
 
 def model(*, tied=False, seed=0, hidden=16, layers=1):
@@ -56,16 +56,17 @@ def seed_everything(seed):
     np.random.seed(seed)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
-def test_training_goes_on_bit_for_bit(tmp_path, tied):
-    net, generator = model(tied=tied), named_generator(1, "data")
+def test_training_goes_on_bit_for_bit(tmp_path, tied, dtype):
+    net, generator = model(tied=tied).to(dtype), named_generator(1, "data")
     optimizer = optimizer_of(net)
     seed_everything(3)
     train(net, optimizer, generator, 3)
     path = save(tmp_path, 3, net, optimizer, generator, order=[2, 0, 1], loss=0.1)
     train(net, optimizer, generator, 3)
 
-    again, other_generator = model(tied=tied, seed=9), named_generator(8, "else")
+    again, other_generator = model(tied=tied, seed=9).to(dtype), named_generator(8, "else")
     other = optimizer_of(again)
     seed_everything(99)
     train(again, other, other_generator, 1)
@@ -75,8 +76,10 @@ def test_training_goes_on_bit_for_bit(tmp_path, tied):
     train(again, other, other_generator, 3)
     for (name, a), b in zip(net.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b), name
-    for p, q in zip(net.parameters(), again.parameters(), strict=True):
-        a, b = optimizer.state[p], other.state[q]
+    slots, others = optimizer.state_dict()["state"], other.state_dict()["state"]
+    assert slots.keys() == others.keys() and len(slots) == len(list(net.parameters()))
+    for i in slots:
+        a, b = slots[i], others[i]
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     assert optimizer.param_groups[0]["betas"] == other.param_groups[0]["betas"]
     assert torch.equal(generator.get_state(), other_generator.get_state())
