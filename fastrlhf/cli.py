@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import re
 import signal
 import sys
 import threading
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 
 from fastrlhf import __version__
 from fastrlhf.config_parser import parse_config
-from fastrlhf.errors import UserError
+from fastrlhf.errors import UserError, brief
 
 __all__ = ["main"]
 
@@ -58,18 +59,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fastrlhf {command}: stopped by a signal; --resume goes on if the run has begun", file=sys.stderr)
         return 130
     except UserError as err:
-        print(f"fastrlhf {command}: {err}", file=sys.stderr)
+        print(f"fastrlhf {command}: {str(err).removeprefix(f'{command}: ')}", file=sys.stderr)
         return 2
     except OSError as err:
         if err.errno == errno.EPIPE:  # whoever read the output, such as `head`, has seen enough
             code = 128 + signal.SIGPIPE
-        elif err.errno in (errno.ENOSPC, errno.EDQUOT):
-            code = 2
-            print(f"fastrlhf {command}: no disk space left for the output of this command; free some", file=sys.stderr)
         else:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered would fail again
+            code = 2
+            full = err.errno in (errno.ENOSPC, errno.EDQUOT)
+            what = "no disk space left for the output of this command; free some" if full else _os_error(err)
+            print(f"fastrlhf {command}: {what}", file=sys.stderr)
+        if err.errno in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered would fail again
         return code
+    except (MemoryError, RuntimeError) as err:
+        if not isinstance(err, MemoryError) and not re.search(_OUT_OF_MEMORY, str(err)):
+            raise
+        advice = "lower batch.tokens_per_micro_batch, batch.tokens_per_forward or rollout.rows_per_batch, or the model"
+        print(f"fastrlhf {command}: out of memory ({brief(err)}); {advice}", file=sys.stderr)
+        return 2
+
+
+# What torch says of a CPU and of a GPU.
+_OUT_OF_MEMORY = "not enough memory|allocate memory|out of memory"
+
+
+def _os_error(err: OSError) -> str:
+    """Of a file that no stage expected to fail: what, and why."""
+    return f"{err.filename}: {err.strerror}" if err.filename and err.strerror else brief(err)
 
 
 @contextmanager
@@ -111,6 +128,7 @@ def _dispatch(command: str, args: list[str]) -> int:
             pipeline.print_summary(pipeline.run_evaluate(cfg))
         else:
             result = {"sft": pipeline.run_sft, "reward": pipeline.run_reward, "ppo": pipeline.run_ppo}[command](cfg)
+            pipeline.print_summary({"rm" if command == "reward" else command: result.metrics, "run": result.run})
             print(f"model: {result.model}")
     except Interrupted as stop:
         print(stop, file=sys.stderr)
@@ -118,11 +136,18 @@ def _dispatch(command: str, args: list[str]) -> int:
     return 0
 
 
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a difference; it must be 0 or more")
+    return value
+
+
 def _replay(args: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="fastrlhf replay", description=COMMANDS["replay"], allow_abbrev=False)
     parser.add_argument("basename", help="the recording's path without .json or .safetensors")
     parser.add_argument(
-        "--max_error", type=float, default=5e-6, help="largest absolute difference allowed (default: 5e-6)"
+        "--max_error", type=_not_negative, default=5e-6, help="largest absolute difference allowed (default: 5e-6)"
     )
     options = parser.parse_args(args)
     from fastrlhf.replay import replay

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fastrlhf.errors import UserError, did_you_mean
 
-__all__ = ["BatchSizes", "Config", "check_values", "exact_div"]
+__all__ = ["BatchSizes", "Config", "check_values", "exact_div", "type_words"]
 
 
 @dataclass
@@ -157,7 +157,8 @@ class PPOConfig:
     max_grad_norm: float | None = None
     """Clip the gradient to this norm; null: no clipping, as in the paper."""
     preset: Literal["default", "reference"] = "default"
-    """reference sets loss_reduction: microbatch, old_logprobs: sampler, whiten_scope: rank, as the paper's code."""
+    """reference, as the paper's code: loss_reduction microbatch, old_logprobs sampler, whiten_scope rank, whatever
+    these fields say."""
     loss_reduction: Literal["minibatch", "microbatch"] = "minibatch"
     """Token mean over the minibatch, or the reference's mean of micro-batch means (`batch.micro_batch_size`)."""
     old_logprobs: Literal["recompute", "sampler"] = "recompute"
@@ -290,6 +291,8 @@ _AT_LEAST_1 = (
     "checkpoint.keep",
 )
 _ABOVE_0 = ("sft.eps", "reward.eps", "ppo.eps", "rollout.temperature", "ppo.max_grad_norm")
+_PATHS = ("output_dir", "model.path", "model.tokenizer", "ppo.reward_model")
+"""A leading ~ is the home folder; data sources see to it themselves."""
 _AT_MOST_1 = ("ppo.gamma", "ppo.lam")
 _ANY_SIGN = ("ppo.missing_eos_score", "ppo.kl_coef")
 
@@ -308,6 +311,8 @@ def check_values(section: Any, prefix: str = "") -> None:
         value = getattr(section, name)
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
+        if isinstance(value, str) and f"{prefix}{name}" in _PATHS:
+            value = os.path.expanduser(value)
         elif hasattr(value, "item") and getattr(value, "ndim", None) == 0:
             value = value.item()
         if kind is float and type(value) is int:
@@ -318,7 +323,9 @@ def check_values(section: Any, prefix: str = "") -> None:
                 raise UserError(f"{prefix}{name} is {value!r}; it must be a section of fields")
             check_values(value, f"{prefix}{name}.")
         elif not _fits(value, kind):
-            raise UserError(f"{prefix}{name} is {value!r}; it must be {_words(kind)}")
+            raise UserError(f"{prefix}{name} is {value!r}; it must be {type_words(kind)}")
+        elif isinstance(value, str) and (not value.strip() or "\0" in value):
+            raise UserError(f"{prefix}{name} is {value!r}; give it a value or leave it out")
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             _check_number(f"{prefix}{name}", value)
 
@@ -331,6 +338,8 @@ def _check_number(name: str, value: float) -> None:
         (name in _ABOVE_0 and value <= 0, "must be above 0"),
         (name in _AT_MOST_1 and value > 1, "must be at most 1"),
         (name not in _ANY_SIGN and value < 0, "must not be negative"),
+        # A byte-level BPE has 256 bytes and an EOS; the upper bound is where tokenizers runs out of memory.
+        (name == "model.train_tokenizer" and not 257 <= value <= 1_000_000, "must lie between 257 and 1,000,000 ids"),
     )
     for broken, rule in rules:
         if broken:
@@ -349,11 +358,12 @@ def _fits(value: Any, kind: Any) -> bool:
     return type(value) is kind
 
 
-def _words(kind: Any) -> str:
+def type_words(kind: Any) -> str:
+    """What a value of this type is, for a message."""
     if get_origin(kind) is Literal:
         return " or ".join(map(str, get_args(kind)))
     if get_origin(kind) is not dict and get_args(kind):
-        return " or ".join(_words(part) for part in get_args(kind))
+        return " or ".join(type_words(part) for part in get_args(kind))
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
     return names.get(kind, "a mapping")
 

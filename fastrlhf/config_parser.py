@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
-from fastrlhf.config import Config
-from fastrlhf.errors import UserError
+from fastrlhf.config import Config, type_words
+from fastrlhf.errors import UserError, brief
 
 __all__ = ["config_from_dict", "config_to_yaml", "flatten", "parse_config"]
 
@@ -49,27 +50,44 @@ def _fields(kind: type, prefix: str = "") -> Iterator[str]:
 
 
 FIELDS = tuple(_fields(Config))
+# What other trainers call these fields.
+_ELSEWHERE = {
+    "learning_rate": "lr",
+    "num_train_epochs": "epochs",
+    "num_ppo_epochs": "epochs",
+    "cliprange": "clip",
+    "cliprange_value": "value_clip",
+    "max_new_tokens": "response_length",
+    "torch_dtype": "dtype",
+}
 SECTIONS = frozenset(name.rpartition(".")[0] for name in FIELDS)
 
 
 def _unknown(key: str, where: str) -> UserError:
     near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.4)
     # The right name in the wrong section, or without one, is the commonest slip.
-    leaf = key.rpartition(".")[2]
+    section, _, leaf = key.rpartition(".")
+    if leaf in _ELSEWHERE:
+        leaf = _ELSEWHERE[leaf]
+        near = [name for name in FIELDS if name == f"{section}.{leaf}"] or near
     same_leaf = [name for name in FIELDS if name.rpartition(".")[2] == leaf]
-    hint = same_leaf[:1] or near
+    hint = [name for name in near if name.rpartition(".")[2] == leaf] or same_leaf[:1] or near
     return UserError(f"{where}: there is no field {key!r}" + (f"; did you mean {hint[0]}?" if hint else "; see --help"))
 
 
-def _check_keys(tree: Any, where: str, prefix: str = "") -> None:
+def _check_keys(tree: Any, where: str, prefix: str = "", seen: set[str] | None = None) -> None:
+    seen = set() if seen is None else seen
     if not isinstance(tree, dict):
         raise UserError(f"{where}: {prefix.rstrip('.') or 'the file'} must be a mapping of fields to values")
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if name in SECTIONS and name:
-            _check_keys(value, where, f"{name}.")
+            _check_keys(value, where, f"{name}.", seen)
         elif name not in FIELDS:
             raise _unknown(name, where)
+        elif name in seen:
+            raise UserError(f"{where}: {name} stands twice, in its section and as a dotted name; keep one")
+        seen.add(name)
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -78,6 +96,8 @@ class _UniqueKeys(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key is not a plain word", key.start_mark)
             if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands twice", key.start_mark)
             seen.add(str(key.value))
@@ -85,16 +105,23 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
+    if not path:
+        raise UserError("--config: the file's name is empty")
     try:
         tree = yaml.load(Path(path).read_text(encoding="utf-8"), _UniqueKeys)
     except FileNotFoundError as err:
         raise UserError(f"--config: {path} does not exist") from err
-    except (OSError, UnicodeDecodeError) as err:
-        raise UserError(f"--config: cannot read {path}: {err}") from err
+    except OSError as err:
+        raise UserError(f"--config: cannot read {path}: {err.strerror or err}") from err
+    except RecursionError as err:
+        raise UserError(f"--config: {path} nests too deeply to be a configuration") from err
+    except ValueError as err:  # bytes that are not UTF-8, a name with a null character, a date that does not exist
+        raise UserError(f"--config: cannot read {path}: {brief(err)}") from err
     except yaml.YAMLError as err:
         mark = getattr(err, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"--config: {path}{line} is not valid YAML: {getattr(err, 'problem', err)}") from err
+        problem = getattr(err, "problem", None) or brief(err)
+        raise UserError(f"--config: {path}{line} is not valid YAML: {problem}") from err
     tree = {} if tree is None else tree
     _check_keys(tree, path)
     return tree
@@ -138,7 +165,18 @@ def _to_config(parser: ArgumentParser, namespace: Namespace) -> Config:
 
 def _one_line(err: Exception) -> str:
     text = " ".join(str(err).split())
-    return text.replace('Parser key "', "field ").replace('":', ":")
+    text = text.replace('Parser key "', "field ").replace('":', ":")
+    found = re.search(r"field (\S+): .*(?:Got|Given) value: (.*)", text)
+    if found and found[1] in FIELDS:  # in our words, not in those of Python's types
+        return f"{found[1]} is {found[2]}; it must be {type_words(_type_of(found[1]))}"
+    return text
+
+
+def _type_of(name: str) -> Any:
+    kind: Any = Config
+    for part in name.split("."):
+        kind = get_type_hints(kind)[part]
+    return kind
 
 
 def parse_config(

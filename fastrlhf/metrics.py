@@ -5,6 +5,7 @@ docs/metrics.md says what each name means.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
@@ -23,7 +24,7 @@ from fastrlhf.config import LogConfig
 from fastrlhf.errors import UserError, brief
 from fastrlhf.run_folder import RunFolder, atomic_write_text, disk_errors
 
-__all__ = ["Metrics"]
+__all__ = ["Metrics", "require_packages"]
 
 _PLAIN_SECONDS = 5.0
 # What a line of progress shows, if the stage has it.
@@ -143,6 +144,17 @@ class _TensorBoard:
         self.writer.close()
 
 
+def require_packages(log: LogConfig) -> None:
+    """Raise `UserError` for a tracker whose package is not installed."""
+    for name in ("wandb", "trackio"):
+        if not getattr(log, name):
+            continue
+        try:
+            importlib.import_module(name)
+        except ImportError as err:
+            raise UserError(f"log.{name} needs a package; pip install 'fastrlhf[{name}]' or set it to false") from err
+
+
 class _Tracker:
     """A run of W&B or of trackio, which has the same two methods."""
 
@@ -157,10 +169,8 @@ class _Tracker:
 
 
 def _wandb(run: RunFolder, log: LogConfig, stage: str) -> _Tracker:
-    try:
-        import wandb
-    except ImportError as err:
-        raise UserError("log.wandb needs Weights & Biases; pip install 'fastrlhf[wandb]' or set it to false") from err
+    import wandb
+
     identity, config = _identity(run), _resolved(run)
     try:
         begun = wandb.init(
@@ -179,10 +189,8 @@ def _wandb(run: RunFolder, log: LogConfig, stage: str) -> _Tracker:
 
 
 def _trackio(run: RunFolder, log: LogConfig, stage: str) -> _Tracker:
-    try:
-        import trackio
-    except ImportError as err:
-        raise UserError("log.trackio needs trackio; pip install 'fastrlhf[trackio]' or set it to false") from err
+    import trackio
+
     identity, config = _identity(run), _resolved(run)
     name = f"{run.root.name}-{stage}-{identity}"  # trackio finds a run to resume by its name alone
     try:
@@ -205,6 +213,7 @@ def _resolved(run: RunFolder) -> dict[str, Any]:
 
 
 def _writers(run: RunFolder, log: LogConfig, stage: str, step: int) -> list[Any]:
+    require_packages(log)
     writers: list[Any] = []
     if log.tensorboard:
         writers.append(_TensorBoard(run.root / "tensorboard" / stage, step + 1 if step else 0))

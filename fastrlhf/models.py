@@ -20,6 +20,7 @@ import torch
 from fastrlhf_kernels import linear_token_logprobs
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModel,
@@ -38,6 +39,7 @@ __all__ = [
     "ScalarModel",
     "ScalarModelConfig",
     "check_head",
+    "check_shape",
     "disable_dropout",
     "hidden_states",
     "load_policy",
@@ -102,28 +104,27 @@ def _dtype(name: str) -> torch.dtype:
     return cast(torch.dtype, getattr(torch, name))
 
 
-def policy_from_config(
-    shape: dict[str, Any], *, vocab_size: int, eos_id: int, dtype: str, attn: str, seed: int
-) -> PreTrainedModel:
-    """A causal LM with random weights drawn from `seed`; the global random state is left as it was.
+def check_shape(shape: dict[str, Any], vocab_size: int = 1 << 20, eos_id: int | None = None) -> PretrainedConfig:
+    """`model.from_scratch` -> transformers' configuration, with the vocabulary and the EOS of the tokenizer.
 
-    Raises `UserError` for an unknown model type or a shape that transformers refuses.
+    Raises `UserError` for an unknown model type or field, or a shape that transformers refuses.
     """
     shape = dict(shape)
     model_type = shape.pop("model_type", None)
     if not isinstance(model_type, str):
         raise UserError("model.from_scratch has no model_type; add one, such as model_type: gpt_neox")
-    shape.setdefault("vocab_size", vocab_size)
-    if shape["vocab_size"] < vocab_size:
-        raise UserError(
-            f"model.from_scratch.vocab_size is {shape['vocab_size']}, but the tokenizer has {vocab_size} ids; raise it"
-        )
+    if model_type not in CONFIG_MAPPING:
+        near = did_you_mean(model_type, CONFIG_MAPPING.keys()) or "; use one that transformers knows, such as gpt_neox"
+        raise UserError(f"model.from_scratch.model_type: unknown model type {model_type!r}{near}")
+    known = AutoConfig.for_model(model_type)
+    for name in ("bos_token_id", "eos_token_id"):
+        given = shape.setdefault(name, eos_id)
+        if name == "eos_token_id" and eos_id is not None and given != eos_id:
+            raise UserError(
+                f"model.from_scratch.eos_token_id is {given}, but the tokenizer's EOS is {eos_id}; leave it out"
+            )
     try:
-        known = AutoConfig.for_model(model_type)
-    except ValueError as err:
-        raise UserError(f"model.from_scratch.model_type: unknown model type {model_type!r}; {brief(err)}") from err
-    try:
-        config = AutoConfig.for_model(model_type, **shape, bos_token_id=eos_id, eos_token_id=eos_id)
+        config = AutoConfig.for_model(model_type, **{"vocab_size": vocab_size, **shape})
     except Exception as err:  # transformers checks a shape with whatever it has at hand
         raise UserError(f"model.from_scratch: {model_type} refuses this shape: {brief(err)}") from err
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -135,20 +136,48 @@ def policy_from_config(
         if hasattr(config, key) and not hasattr(known, key) and f'"{key}"' not in source:
             near = did_you_mean(key, known.to_dict())
             raise UserError(f"model.from_scratch: {model_type} has no field {key!r}{near}")
+    return cast(PretrainedConfig, config)
+
+
+def policy_from_config(
+    shape: dict[str, Any], *, vocab_size: int, eos_id: int, dtype: str, attn: str, seed: int
+) -> PreTrainedModel:
+    """A causal LM with random weights drawn from `seed`; the global random state is left as it was.
+
+    Raises `UserError` for an unknown model type or a shape that transformers refuses.
+    """
+    given = shape.get("vocab_size", vocab_size)
+    if type(given) is not int or given < vocab_size:
+        raise UserError(
+            f"model.from_scratch.vocab_size is {shape['vocab_size']}, but the tokenizer has {vocab_size} ids; raise it"
+        )
+    config = check_shape(shape, vocab_size, eos_id)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype), **_attn(attn))
         except Exception as err:
-            raise UserError(f"model.from_scratch: {model_type} refuses this shape: {brief(err)}") from err
+            raise UserError(f"model.from_scratch: {config.model_type} refuses this shape: {brief(err)}") from err
     disable_dropout(model)
     return cast(PreTrainedModel, model)
 
 
 def require_folder(path: str, field: str) -> None:
     """Refuse a local path that is no model folder."""
-    if (path.startswith((".", "/", "~")) or Path(path).exists()) and not (Path(path) / "config.json").is_file():
-        raise UserError(f"{field}: {path} is not a model folder (it has no config.json)")
+    try:
+        if not (path.startswith((".", "/", "~")) or Path(path).exists()) or (Path(path) / "config.json").is_file():
+            return
+        parts = [part for part in ("ppo", "reward", "sft") if (Path(path) / part / "model" / "config.json").is_file()]
+        wanted = "reward" if field == "ppo.reward_model" else "sft"
+        if (Path(path) / "model" / "config.json").is_file():
+            hint = f"; did you mean {path}/model?"
+        elif parts:
+            hint = f"; did you mean {path}/{wanted if wanted in parts else parts[0]}/model?"
+        else:
+            hint = ""
+    except OSError as err:
+        raise UserError(f"{field}: cannot read {path}: {err.strerror}") from err
+    raise UserError(f"{field}: {path} is not a model folder (it has no config.json){hint}")
 
 
 def load_policy(path: str, cfg: ModelConfig, *, attn: str = "auto", field: str = "model.path") -> PreTrainedModel:
@@ -269,10 +298,15 @@ class ScalarModel(PreTrainedModel):
             nn.init.normal_(self.scalar_head.weight, std=(self.config.hidden_size + 1) ** -0.5)
             nn.init.zeros_(self.scalar_head.bias)
 
-    def forward(self, ids_BL: Tensor) -> Tensor:
-        """[B,L] right-padded ids -> [B,L] fp32 rewards or values, one at every position."""
-        hidden_BLD = hidden_states(self.lm_backbone, ids_BL)
-        return self.head(hidden_BLD)
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """[B,L] ids -> [B,L] rewards or values in at least fp32, one at every position.
+
+        Padding belongs on the right, where causal attention needs no `attention_mask` [B,L]; `token_type_ids`, which
+        some tokenizers add, mean nothing here.
+        """
+        return self.head(hidden_states(self.lm_backbone, input_ids, attention_mask))
 
     def head(self, hidden: Tensor) -> Tensor:
         """[..., D] hidden states -> [...] values in at least fp32, bias subtracted."""

@@ -30,7 +30,16 @@ from fastrlhf.data import prepare as data
 from fastrlhf.errors import UserError
 from fastrlhf.evaluate.compare import Judge, compare, measure
 from fastrlhf.loading import load_ready, load_reward, score_function, set_token_budgets
-from fastrlhf.models import check_head, frozen_copy, move, policy_from_config, require_folder, scalar_from_policy
+from fastrlhf.metrics import require_packages
+from fastrlhf.models import (
+    check_head,
+    check_shape,
+    frozen_copy,
+    move,
+    policy_from_config,
+    require_folder,
+    scalar_from_policy,
+)
 from fastrlhf.ppo import PPOModels
 from fastrlhf.ppo_loop import train_ppo
 from fastrlhf.reward import accuracy, normalize, train_reward
@@ -83,7 +92,8 @@ def _alone(cfg: Config, name: str, work: Callable[[Config, RunFolder], dict[str,
     check(cfg, (name,))
     with _open_run(cfg, name) as run:
         metrics = _stage(cfg, run, name, work)
-        _write_summary(run, {name: metrics})
+        summary = {"rm" if name == "reward" else name: metrics, "seed": cfg.seed, "run": str(run.path)}
+        _write_summary(run, summary)
         return StageResult(run.path, run.path / name / "model", metrics)
 
 
@@ -109,8 +119,6 @@ def pipeline_in(run: RunFolder, cfg: Config, *, judge: Judge | None = None) -> d
     """`run_pipeline` with a configuration that passed `check`, in a folder that is already open. `judge` measures the
     held-out responses beside the reward."""
     stages = stages_of(cfg)
-    if cfg.ppo.reward_model:
-        require_folder(cfg.ppo.reward_model, "ppo.reward_model")
     after_sft = copy.deepcopy(cfg)
     after_sft.model.path = str(run.path / "sft" / "model")
     after_sft.model.tokenizer = after_sft.model.from_scratch = after_sft.model.train_tokenizer = None
@@ -153,11 +161,16 @@ def resolve(cfg: Config) -> None:
 def check(cfg: Config, stages: tuple[str, ...]) -> None:
     """Everything that can be refused before a model or data set is read; prints PPO's batch arithmetic."""
     resolve(cfg)
+    disable_progress_bar()  # of loading weights: it would run into our own
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but distributed.strategy: none runs one process; "
             "start it without a launcher"
         )
+    require_packages(cfg.log)
+    for field, path in (("model.path", cfg.model.path), ("ppo.reward_model", cfg.ppo.reward_model)):
+        if path is not None:
+            require_folder(path, field)
     needed = {"sft": ("sft", cfg.data.sft), "reward": ("preferences", cfg.data.preferences)}
     for stage in stages:
         field, value = needed.get(stage, ("prompts", cfg.data.prompts or cfg.data.sft))
@@ -173,6 +186,8 @@ def check(cfg: Config, stages: tuple[str, ...]) -> None:
                 raise UserError(f"model.{one} and model.{two} are both set; keep one")
         if model.path is None and model.tokenizer is None and model.train_tokenizer is None:
             raise UserError("model.from_scratch needs a tokenizer; set model.tokenizer or model.train_tokenizer")
+        if model.from_scratch is not None:
+            check_shape(model.from_scratch)
     elif model.path is None:
         raise UserError(f"model.path is not set; {stages[0]} needs an SFT model's folder or hub id")
     if "reward" in stages and cfg.reward.normalize and cfg.data.sft is None:
@@ -192,6 +207,10 @@ def check(cfg: Config, stages: tuple[str, ...]) -> None:
         if cfg.ppo.record_rollouts and cfg.model.dtype != "float32":
             raise UserError("ppo.record_rollouts needs model.dtype float32, which is what a replay computes in")
         sizes = BatchSizes.derive(cfg)
+        if cfg.ppo.preset == "reference":
+            print(
+                "ppo: preset reference: loss_reduction microbatch, old_logprobs sampler, whiten_scope rank", flush=True
+            )
         print(
             f"ppo: {sizes.episodes:,} episodes = {sizes.updates:,} updates x {cfg.batch.prompts_per_update:,} prompts; "
             f"{cfg.ppo.epochs} epochs x {cfg.batch.minibatches} minibatches of {sizes.minibatch:,} rows; "
@@ -204,19 +223,25 @@ def _stage(
     cfg: Config, run: RunFolder, name: str, work: Callable[[Config, RunFolder], dict[str, Any]]
 ) -> dict[str, Any]:
     done = run.path / name / "done.json"
-    if done.is_file():
-        print(f"{name}: already done", flush=True)
-        try:
-            return dict(json.loads(done.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as err:
-            raise UserError(f"resume: {done} is damaged; remove it to run {name} from its last checkpoint") from err
+    with disk_errors(done):
+        if done.exists():
+            print(f"{name}: already done", flush=True)
+            return _finished(done, name)
     began = time.perf_counter()
-    disable_progress_bar()  # of loading weights: it would run into our own
     with disk_errors(run.path / name):
         metrics = work(cfg, run.stage(name))
     metrics["seconds"] = time.perf_counter() - began
     atomic_write_text(done, json.dumps(metrics, indent=2) + "\n")
     return metrics
+
+
+def _finished(done: Path, name: str) -> dict[str, Any]:
+    try:
+        metrics = dict(json.loads(done.read_text(encoding="utf-8")))
+        float(metrics["seconds"])
+        return metrics
+    except (ValueError, TypeError, KeyError, IsADirectoryError) as err:
+        raise UserError(f"resume: {done} is damaged; remove it to run {name} from its last checkpoint") from err
 
 
 def _save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -299,6 +324,8 @@ def _ppo(cfg: Config, run: RunFolder) -> dict[str, Any]:
     metrics = train_ppo(models, tokenizer, prompts, cfg, run, score_function(cfg))
     _save_model(critic, tokenizer, run.path / "critic")
     _save_model(policy, tokenizer, run.path / "model")
+    if cfg.ppo.record_rollouts:
+        print(f"ppo: recordings in {run.path / 'recordings'}; see fastrlhf replay", flush=True)
     return dict(metrics)
 
 
@@ -306,7 +333,6 @@ def run_evaluate(cfg: Config) -> dict[str, Any]:
     """Sample the policy at `cfg.model.path` on held-out prompts; writes summary.json and samples.jsonl."""
     cfg = copy.deepcopy(cfg)
     check(cfg, ("evaluate",))
-    disable_progress_bar()
     with _open_run(cfg, "evaluate") as run:
         tokenizer = data.load_tokenizer_of(cfg)
         policy = load_ready(str(cfg.model.path), cfg)

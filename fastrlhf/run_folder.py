@@ -40,9 +40,26 @@ def disk_errors(what: Path | str) -> Iterator[None]:
                 f"no disk space left while writing {what}; free some and start again (--resume goes on from the last "
                 "checkpoint)"
             ) from err
-        if number in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
-            raise UserError(f"cannot write {what}: {os.strerror(number)}; choose another output_dir") from err
+        if number in _UNUSABLE:
+            named = err.filename if isinstance(err, OSError) and isinstance(err.filename, str) else what
+            raise UserError(f"cannot read or write {named}: {os.strerror(number)}; choose another output_dir") from err
         raise
+
+
+# A folder without permission, under a file, in a loop of links, with too long a name, on a file system that is
+# read-only or limits the size of files, or with a file where a folder has to be.
+_UNUSABLE = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ENOENT,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.EFBIG,
+)
 
 
 def _errno(err: Exception) -> int | None:
@@ -104,7 +121,11 @@ class RunFolder:
         Raises `UserError` when the folder exists without `resume`, is missing with it, belongs to another
         configuration, or is being written by another process.
         """
-        config_yaml = f"# fastrlhf {command}\n{config_yaml}"
+        with disk_errors(cfg.output_dir or "runs"):
+            return RunFolder._open(cfg, command, f"# fastrlhf {command}\n{config_yaml}")
+
+    @staticmethod
+    def _open(cfg: Config, command: str, config_yaml: str) -> RunFolder:
         made = not cfg.resume and (cfg.output_dir is None or not Path(cfg.output_dir).exists())
         root = _existing(cfg, config_yaml) if cfg.resume else _new(cfg, command)
         lock = _lock(root)
@@ -161,22 +182,24 @@ def _existing(cfg: Config, config_yaml: str) -> Path:
         raise UserError(f"resume: {root} is not a run folder (it has no config.yaml)")
     try:
         text = (root / "config.yaml").read_text(encoding="utf-8")
-        saved = _flat(yaml.safe_load(text))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as err:
+        tree = yaml.safe_load(text)
+    except (yaml.YAMLError, UnicodeDecodeError) as err:
         raise UserError(f"resume: {root}/config.yaml cannot be read; it was changed or damaged") from err
     began, now = (lines.split("\n", 1)[0].removeprefix("# ") for lines in (text, config_yaml))
     if began != now and began.startswith("fastrlhf "):
         raise UserError(f"resume: the run in {root} was started by `{began}`, not by `{now}`; use another output_dir")
     given = _flat(yaml.safe_load(config_yaml))
-    changed = sorted(
-        k for k in saved.keys() | given.keys() if saved.get(k) != given.get(k) and not k.startswith(_MAY_CHANGE)
-    )
+    saved = _flat(tree) if isinstance(tree, dict) else {}
+    absent = [key for key in given if key not in saved and not key.startswith("model.from_scratch")]
+    if absent:
+        raise UserError(f"resume: {root}/config.yaml lacks {absent[0]}; it was changed, damaged or of another version")
+    changed = [k for k in given | saved if saved.get(k) != given.get(k) and not k.startswith(_MAY_CHANGE)]
     if changed:
-        key = changed[0]
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        first = "; ".join(f"{k} was {saved.get(k)!r} and is {given.get(k)!r}" for k in changed[:3])
+        more = f"; and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise UserError(
-            f"resume: {key} is {given.get(key)!r}, but the run in {root} was started with {saved.get(key)!r}{more}; "
-            "give the same configuration"
+            f"resume: the run in {root} was started with another configuration ({first}{more}); give the same one, by "
+            f"--config {root}/config.yaml"
         )
     return root
 

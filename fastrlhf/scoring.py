@@ -26,6 +26,11 @@ def load_reward_function(spec: str) -> RewardFunction:
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
         raise UserError(f"ppo.reward_function: {spec!r} is not of the form module:name")
+    if module_name.endswith(".py") or "/" in module_name or module_name.startswith("."):
+        stem = Path(module_name).name.removesuffix(".py").strip(".")
+        raise UserError(
+            f"ppo.reward_function: {module_name!r} is a file, not a module; run from its folder and give {stem}:{name}"
+        )
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)

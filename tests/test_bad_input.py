@@ -5,11 +5,15 @@ import os
 import pickle
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).parents[1]
 
 REWARDS = """
 def good(prompts, responses):
@@ -106,6 +110,7 @@ def bench(finished, rows, tmp_path_factory):
     train_tokenizer(["quite other words in here"] * 3, 270, copy)
 
     (root / "file").write_text("a file")
+    (root / "loop").symlink_to(root / "loop")
     run = root / "run"
     shutil.copytree(finished, run)
     return root
@@ -186,15 +191,34 @@ CASES = {
     "markup": ("sft", {"output_dir": "{}/file/[red]x[/]"}, ["file/[red]x[/]"]),
     "other command": ("sft", {"output_dir": "{}/run", "resume": True}, ["was started by `fastrlhf run`"]),
     "function: exception": ("ppo", {"ppo.reward_function": "rewards:raises"}, ["KeyError: 'two\\nlines'", "row"]),
-    "output_dir under a file": ("sft", {"output_dir": "{}/file/run"}, ["cannot write", "file/run", "output_dir"]),
+    "output_dir under a file": ("sft", {"output_dir": "{}/file/run"}, ["cannot read or write", "file/run"]),
     "output_dir is a file": ("sft", {"output_dir": "{}/file"}, ["output_dir", "is a file"]),
     "existing run": ("run", {"output_dir": "{}/run"}, ["output_dir", "is not empty", "--resume"]),
     "changed configuration": (
         "run",
         {"output_dir": "{}/run", "ppo.kl_coef": 0.9, "resume": True},
-        ["ppo.kl_coef is 0.9", "0.05"],
+        ["ppo.kl_coef was 0.05 and is 0.9", "--config", "run/config.yaml"],
     ),
     "resume of nothing": ("run", {"output_dir": "{}/nothing", "resume": True}, ["resume", "is not a run folder"]),
+    "model type, nearly": (
+        "sft",
+        {"model.from_scratch": {"model_type": "gpt_neoxx"}},
+        ["unknown model type 'gpt_neoxx'; did you mean gpt_neox?"],
+    ),
+    "another EOS": ("sft", {"model.from_scratch": {"model_type": "gpt_neox", "eos_token_id": 5}}, ["EOS is 0"]),
+    "run folder as model": ("reward", {"model.path": "{}/run"}, ["no config.json); did you mean", "/run/sft/model?"]),
+    "run folder as reward": ("ppo", {"ppo.reward_model": "{}/run"}, ["/run/reward/model?"]),
+    "file as function": ("ppo", {"ppo.reward_function": "./rewards.py:good"}, ["not a module", "give rewards:good"]),
+    "relative function": ("ppo", {"ppo.reward_function": ".rewards:good"}, ["not a module", "give rewards:good"]),
+    "no .json": ("sft", {"data.sft": "{}/nowhere.json"}, ["data.sft", "nowhere.json does not exist"]),
+    "held-out prompts": ("ppo", {"data.prompts_eval": "{}/no.jsonl", "ppo.reward_function": "rewards:good"},
+        ["data.prompts_eval: ", "no.jsonl does not exist"]),
+    "too long a name": ("sft", {"output_dir": "{}/" + "x" * 300}, ["File name too long"]),
+    "a loop of links": ("sft", {"output_dir": "{}/loop/run"}, ["loop"]),
+    "null character": ("sft", {"output_dir": "{}/a\0b"}, ["output_dir is", "give it a value"]),
+    "no tokenizer": ("sft", {"model.tokenizer": ""}, ["model.tokenizer is ''"]),
+    "too many ids": ("sft", {"model.train_tokenizer": 10**12}, ["model.train_tokenizer", "1,000,000"]),
+    "tracker": ("sft", {"log.wandb": True}, ["log.wandb needs a package; pip install 'fastrlhf[wandb]'"]),
     "resume of what?": ("run", {"output_dir": None, "resume": True}, ["resume", "--output_dir"]),
 }  # fmt: skip
 
@@ -241,6 +265,93 @@ def test_nothing_is_left_overwritten_or_unpickled(answers, bench):
     assert not (bench / "nothing").exists()
 
 
+# --- a run folder that somebody changed
+
+DAMAGE = {
+    "empty config": (lambda run: (run / "config.yaml").write_text(""), ["config.yaml lacks seed"]),
+    "cut config": (lambda run: (run / "config.yaml").write_text("# fastrlhf run\nseed: 1\n"), ["lacks output_dir"]),
+    "empty done": (lambda run: (run / "sft/done.json").write_text("{}"), ["sft/done.json is damaged"]),
+    "list done": (lambda run: (run / "sft/done.json").write_text("[]"), ["sft/done.json is damaged"]),
+    "folder done": (lambda run: folder(run / "sft/done.json"), ["sft/done.json is damaged"]),
+    "file as stage": (lambda run: file(run / "sft"), ["/sft: File exists"]),
+    "folder as lock": (lambda run: folder(run / ".lock"), [".lock: Is a directory"]),
+    "folder as metrics": (
+        lambda run: (file(run / "ppo/done.json"), folder(run / "metrics.jsonl")),
+        ["done.json is dam"],
+    ),
+}
+
+
+def folder(path):
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+def file(path):
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    path.write_text("")
+
+
+def test_a_changed_run_folder_is_a_sentence(cli, tiny_config, finished, tmp_path):
+    jobs = []
+    for name, (damage, _) in DAMAGE.items():
+        run = shutil.copytree(finished, tmp_path / name)
+        (run / "ppo/done.json").unlink()
+        damage(run)
+        jobs.append(cli.job("run", tiny_config(run, resume=True)))
+    for (name, (_, words)), done in zip(DAMAGE.items(), cli.many(jobs), strict=True):
+        assert done.rc == 2 and "Traceback" not in done.err, (name, done.err)
+        assert all(word in done.sentence() for word in words), (name, done.sentence())
+
+
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv takes root's right to read everything")
+def test_without_permission_to_read(tiny_config, finished, tmp_path):
+    """Real permissions, which do not hold root back unless it gives that right away."""
+    run = shutil.copytree(finished, tmp_path / "run")
+    hidden, weights = tmp_path / "hidden", tmp_path / "model"
+    shutil.copytree(finished / "sft/model", hidden / "model")
+    shutil.copytree(finished / "sft/model", weights)
+    shutil.copy(ROOT / "tests/golden/sft.json", tmp_path)
+    shutil.copy(ROOT / "tests/golden/sft.safetensors", tmp_path)
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n')
+    closed = [run / "sft/done.json", hidden, weights / "config.json", tmp_path / "sft.json", data]
+    for path in closed:
+        path.chmod(0)
+    config = tmp_path / "config.yaml"
+    config.write_text("{}")
+    config.chmod(0)
+    start = ["evaluate", "--data.sft", str(finished / "config.yaml")]
+    try:
+        sft = ["sft", "--data.sft", str(data), "--model.path", str(finished / "sft/model"), "--output_dir"]
+        for args in (
+            ["replay", str(tmp_path / "sft")],
+            ["replay", str(hidden / "sft")],
+            [*start, "--model.path", str(hidden / "model")],
+            [*start, "--model.path", str(weights)],
+            ["sft", "--config", str(config)],
+            [*sft, str(tmp_path / "new")],
+            [*sft, str(hidden / "x/y")],
+            [*sft, str(hidden)],
+            [*sft, str(hidden), "--resume"],
+            ["run", "--config", str(run / "config.yaml"), "--output_dir", str(run), "--resume"],
+        ):
+            privileges = "-dac_override,-dac_read_search"
+            drop = ["setpriv", f"--bounding-set={privileges}", f"--inh-caps={privileges}"]
+            done = subprocess.run(
+                [*(drop if os.geteuid() == 0 else []), sys.executable, "-m", "fastrlhf.cli", *args],
+                env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode == 2 and "Permission denied" in done.stderr.splitlines()[-1], (args, done.stderr)
+            assert "Traceback" not in done.stderr
+    finally:
+        for path in [*closed, config]:
+            path.chmod(0o700)
+
+
 def test_an_empty_folder_that_was_given_is_still_there(cli, tiny_config, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
@@ -261,7 +372,7 @@ def test_a_folder_without_write_permission(cli, tiny_config, tmp_path):
     tmp_path.chmod(0o500)
     done = cli("sft", tiny_config(tmp_path / "run"))
     tmp_path.chmod(0o700)
-    assert done.rc == 2 and "cannot write" in done.sentence()
+    assert done.rc == 2 and "cannot read or write" in done.sentence()
 
 
 def test_a_second_process_on_the_same_folder_is_refused(cli, tiny_config, bench):

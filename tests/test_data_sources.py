@@ -151,7 +151,7 @@ def test_duplicate_rows_are_kept(tmp_path):
         ('{"prompt": " \\n", "completion": "b"}', ["prompt", "d.jsonl:2", "empty"]),
         ('{"prompt": "\\ud83d", "completion": "b"}', ["prompt", "d.jsonl:2", "surrogate"]),
         ('{"prompt": [{"role": "user", "content": "\\ud83d"}], "completion": "b"}', ["d.jsonl:2", "surrogate"]),
-        ('{"prompt": [{"role": "user"}], "completion": "b"}', ["prompt", "d.jsonl:2", "list", "chat messages"]),
+        ('{"prompt": [{"role": "user"}], "completion": "b"}', ["message 1 of prompt", "d.jsonl:2", "role and content"]),
         ('{"prompt": [], "completion": "b"}', ["prompt", "d.jsonl:2"]),
         ('{"query": "a", "answer": "b"}', ["columns query, answer", "needs prompt and completion"]),
         ("{}", ["no columns", "needs prompt and completion"]),

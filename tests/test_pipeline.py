@@ -192,4 +192,4 @@ def test_a_name_that_looks_like_markup_is_printed_as_it_is(cli, tiny_config, fin
     folder = tmp_path / "[red]run[/]"
     done = cli("evaluate", tiny_config(folder, **{"model.path": str(finished / "ppo/model")}))
     assert done.rc == 0, done.err
-    assert "[red]run[/]" in done.out.replace("\n", "") and (folder / "summary.json").is_file()
+    assert "[red]run[/]" in "".join(done.out.split()) and (folder / "summary.json").is_file()

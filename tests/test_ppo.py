@@ -10,9 +10,9 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from fastrlhf.config import PPOConfig
 from fastrlhf.episodes import Rollout
 from fastrlhf.models import frozen_copy, scalar_from_policy
+from fastrlhf.optimizer import adamw
 from fastrlhf.ppo import PPOModels, Settings, make_experience, optimize, score
 from fastrlhf.replay.ppo import rollout_from_tensors
-from fastrlhf.optimizer import adamw
 
 PAD, EOS, T, V = 20, 0, 6, 20
 # REFERENCE 2.2, and rows of ordinary lengths. PAD is 20: an id that the models do not embed.

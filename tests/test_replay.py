@@ -175,7 +175,11 @@ def _drop(prefix):
         ("reward", lambda m, t: m.pop("normalisation"), "normalisation"),
         ("reward", lambda m, t: t.pop("normalisation.query_reference_response_token"), "lacks 'normalisation"),
         *[("ppo_a", lambda m, t, k=k: t.update({k: t[k].float()}), "it has to be torch.int64") for k in INTEGERS],
-        ("ppo_a", lambda m, t: t.update({"update0.values": t["update0.values"].double()}), "it has to be torch.float32"),
+        (
+            "ppo_a",
+            lambda m, t: t.update({"update0.values": t["update0.values"].double()}),
+            "it has to be torch.float32",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_refused(copied, name, change, said):

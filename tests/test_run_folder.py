@@ -106,7 +106,7 @@ def test_a_resumed_run_may_not_change(tiny_config, tmp_path, field, value):
     changed = {} if field == "seed" else {field: value}
     cfg = tiny_config(tmp_path / "run", **changed)
     cfg.resume, cfg.seed = True, value if field == "seed" else cfg.seed
-    with pytest.raises(UserError, match=rf"resume: {field}"):
+    with pytest.raises(UserError, match=rf"resume: .*\({field}"):
         open_run(cfg)
 
 
@@ -148,7 +148,7 @@ def test_atomic_write_is_whole_or_nothing(tmp_path, monkeypatch):
 def test_disk_errors_say_what_and_leave_the_rest_alone():
     for error, words in (
         (OSError(errno.ENOSPC, ""), "no disk space left while writing x"),
-        (OSError(errno.EROFS, ""), "cannot write x: Read-only file system"),
+        (OSError(errno.EROFS, ""), "cannot read or write x: Read-only file system"),
         (Exception("No space left on device (os error 28)"), "no disk space"),
     ):
         with pytest.raises(UserError, match=words), disk_errors("x"):

@@ -67,16 +67,17 @@ def read(cfg: Config, kind: Kind) -> Split:
     """
     data = cfg.data
     source, field = getattr(data, kind), f"data.{kind}"
-    heldout: str | None = getattr(data, f"{kind}_eval")
+    heldout, heldout_field = getattr(data, f"{kind}_eval"), f"data.{kind}_eval"
     if kind == "prompts" and source is None:
         source, field = data.sft, "data.sft"
-        heldout = heldout or data.sft_eval
+        if heldout is None:
+            heldout, heldout_field = data.sft_eval, "data.sft_eval"
     if source is None:
         raise UserError(f"{field} is not set; name a hub id or a .jsonl, .parquet or .csv file")
     rows = load_rows(source, kind=kind, split=data.train_split, field=field)
     if heldout is not None:
         split = data.eval_split or data.train_split
-        return Split(rows, load_rows(heldout, kind=kind, split=split, field=f"{field}_eval"))
+        return Split(rows, load_rows(heldout, kind=kind, split=split, field=heldout_field))
     if data.eval_split is not None and not is_local(source):
         return Split(rows, load_rows(source, kind=kind, split=data.eval_split, field=field))
     train, held = split_heldout(rows, data.eval_fraction)
@@ -89,6 +90,9 @@ def tokenizer_for(cfg: Config, rows: Split, folder: Path) -> PreTrainedTokenizer
         if not folder.is_dir():
             size = cfg.model.train_tokenizer
             save_whole(folder, lambda tmp: train_tokenizer(training_texts(rows.train), size, tmp))
+            got = vocab_size(load_tokenizer(str(folder)))
+            if got < size:
+                print(f"model.train_tokenizer: the texts of data.sft give {got:,} ids, not {size:,}", flush=True)
         return load_tokenizer(str(folder), trust_remote_code=False)
     return load_tokenizer_of(cfg)
 
@@ -119,6 +123,9 @@ def preference_examples(
 ) -> tuple[list[PreferenceExample], list[PreferenceExample]]:
     train, report = tokenize_preferences(rows.train, tokenizer, cfg.data)
     _say("data.preferences", report)
+    equal = sum(np.array_equal(e.chosen, e.rejected) for e in train)
+    if equal:
+        print(f"data.preferences: {equal:,} pairs have the same tokens on both sides and teach nothing", flush=True)
     return train, tokenize_preferences(rows.heldout, tokenizer, cfg.data)[0]
 
 

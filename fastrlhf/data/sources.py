@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +23,11 @@ Text = str | list[dict[str, str]]
 
 TLDR = ("subreddit", "title", "post")
 _SUFFIXES = (".jsonl", ".parquet", ".csv")
+# Names of files that are none of these: an answer about the file, not a search for a hub id.
+_OTHER_FILES = (".json", ".txt", ".tsv", ".arrow", ".xlsx", ".gz", ".xz", ".zst", ".zip", ".yaml", ".yml", ".md")
 _NEEDED = {
     "sft": "prompt and completion, messages, or subreddit, title, post and summary",
-    "preferences": "prompt, chosen and rejected (chat conversations may leave out prompt), or subreddit, title, post, "
+    "preferences": "prompt, chosen and rejected (whole conversations may leave out prompt), or subreddit, title, post, "
     "chosen and rejected",
     "prompts": "prompt, messages, or subreddit, title and post",
 }
@@ -52,7 +55,7 @@ class Row:
 def is_local(source: str) -> bool:
     """Whether `source` names a file or folder here rather than a hub id."""
     path = Path(source)
-    return path.suffix.lower() in _SUFFIXES or source.startswith((".", "/", "~")) or path.exists()
+    return path.suffix.lower() in (*_SUFFIXES, *_OTHER_FILES) or source.startswith((".", "/", "~")) or path.exists()
 
 
 def load_rows(source: str, *, kind: Kind, split: str, field: str) -> list[Row]:
@@ -97,7 +100,7 @@ def _jsonl(path: Path, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
                     line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                     if not line:
                         continue
-                    record = json.loads(line)
+                    record = json.loads(line, object_pairs_hook=_unique_keys)
                 except (ValueError, RecursionError) as err:  # ValueError: bad UTF-8 or JSON, or a number too long
                     raise UserError(
                         f"{field}: {where} is not valid JSON ({brief(err)}); mend or remove the line"
@@ -107,6 +110,14 @@ def _jsonl(path: Path, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 yield where, record
     except OSError as err:
         raise UserError(f"{field}: cannot read {path}: {err.strerror}") from err
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} stands twice")
+    return record
 
 
 def _table(table: Any, path: Path, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -145,6 +156,8 @@ def _csv(path: Path, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         read = pyarrow.csv.ReadOptions(block_size=min(max(path.stat().st_size, 1 << 20), (1 << 31) - 1))
         parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
         head = pyarrow.csv.read_csv(path, read_options=read, parse_options=parse)
+        if len(head.column_names) == 1 and (found := re.search(r"[;\t|]", head.column_names[0])):
+            raise UserError(f"{field}: {path} separates its columns by {found[0]!r}; write it with commas")
         # Everything is text: a summary that happens to be "12" or "null" is still a summary.
         types = dict.fromkeys(head.column_names, pyarrow.string())
         table = pyarrow.csv.read_csv(
@@ -202,15 +215,24 @@ def _row(record: Mapping[str, Any], kind: Kind, where: str, field: str) -> Row:
     if "prompt" not in got and all(name in got for name in TLDR):
         tldr = {name: _tldr_field(got[name], name, where, field) for name in TLDR}
     prompt = None if tldr is not None else got.get("prompt")
+    messages = got.get("messages")
+    alone = isinstance(messages, list) and "completion" not in got and kind != "preferences"
+    if alone and not isinstance(prompt, list):
+        prompt = None  # some data sets repeat the first question as text beside the conversation
     parts: dict[str, Any] = {}
     if kind == "sft":
-        prompt, parts["completion"] = _completion(got, prompt, tldr)
+        prompt, parts["completion"] = _completion(got, prompt, tldr, where, field)
     elif kind == "preferences":
         parts = {"chosen": got.get("chosen"), "rejected": got.get("rejected")}
-        if prompt is None and tldr is None and all(isinstance(p, list) for p in parts.values()):
-            prompt, parts["chosen"], parts["rejected"] = _common_prefix(parts["chosen"], parts["rejected"])
+        both = tuple(parts.values())
+        if tldr is None and not isinstance(prompt, list) and all(isinstance(p, list) for p in both):
+            shared, *ends = _common_prefix(*both)
+            if shared is not None or prompt is None:
+                prompt, parts["chosen"], parts["rejected"] = shared, *ends
+        elif tldr is None and prompt is None and all(isinstance(p, str) for p in both):
+            prompt, parts["chosen"], parts["rejected"] = _common_start(*both)
     elif prompt is None and tldr is None:
-        prompt = _unanswered(got.get("messages"))
+        prompt = _unanswered(messages)
     missing = [name for name, value in parts.items() if value is None]
     if missing or (prompt is None and tldr is None):
         nulls = [k for k, v in record.items() if v is None]
@@ -223,11 +245,18 @@ def _row(record: Mapping[str, Any], kind: Kind, where: str, field: str) -> Row:
     return Row(where=where, prompt=prompt, tldr=tldr, **checked)
 
 
-def _completion(got: Mapping[str, Any], prompt: Any, tldr: Any) -> tuple[Any, Any]:
+def _completion(got: Mapping[str, Any], prompt: Any, tldr: Any, where: str, field: str) -> tuple[Any, Any]:
     if tldr is not None:
         return None, got.get("summary", got.get("completion"))
-    if prompt is None and isinstance(got.get("messages"), list) and len(got["messages"]) > 1:
-        return got["messages"][:-1], got["messages"][-1:]
+    messages = got.get("messages")
+    if prompt is None and isinstance(messages, list) and messages:
+        if isinstance(messages[-1], dict) and messages[-1].get("role") != "assistant":
+            raise UserError(
+                f"{field}: messages of {where} end with role {messages[-1].get('role')!r}, so there is no answer to "
+                "learn; remove the row or its last message"
+            )
+        if len(messages) > 1:
+            return messages[:-1], messages[-1:]
     return prompt, got.get("completion")
 
 
@@ -245,6 +274,20 @@ def _common_prefix(chosen: list[Any], rejected: list[Any]) -> tuple[list[Any] | 
     return chosen[:n] or None, chosen[n:], rejected[n:]
 
 
+_TURN = "\n\nAssistant:"
+
+
+def _common_start(chosen: str, rejected: str) -> tuple[str | None, str, str]:
+    """Two whole dialogues as text: the prompt ends with the last `Assistant:` that both share, or else at the last
+    white space before they differ."""
+    pairs = zip(chosen, rejected, strict=False)
+    n = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
+    cut = chosen.rfind(_TURN, 0, n) + len(_TURN)
+    if cut < len(_TURN):
+        cut = max((m.start() for m in re.finditer(r"\s", chosen[:n])), default=0)
+    return chosen[:cut] or None, chosen[cut:], rejected[cut:]
+
+
 def _text(value: Any, name: str, where: str, field: str) -> Text:
     if isinstance(value, str):
         if not value.strip():
@@ -252,7 +295,13 @@ def _text(value: Any, name: str, where: str, field: str) -> Text:
         return _encodable(value, name, where, field)
     if isinstance(value, list) and value and all(_is_message(m) for m in value):
         return [{k: _encodable(m[k], name, where, field) for k in ("role", "content")} for m in value]
-    raise UserError(f"{field}: {name} of {where} is {type(value).__name__}; it must be text or a list of chat messages")
+    bad = next((i for i, m in enumerate(value, 1) if not _is_message(m)), None) if isinstance(value, list) else None
+    if bad is None:
+        what = "an empty list" if value == [] else type(value).__name__
+        raise UserError(f"{field}: {name} of {where} is {what}; it must be text or a list of chat messages")
+    raise UserError(
+        f"{field}: message {bad} of {name} of {where} is no chat message; it needs role and content, both text"
+    )
 
 
 def _tldr_field(value: Any, name: str, where: str, field: str) -> str:

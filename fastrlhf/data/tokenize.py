@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
     """A byte-level BPE of `vocab_size` ids, EOS at 0, and `[PAD]` after them; saved as a Hugging Face folder."""
     if vocab_size < 257:
         raise UserError(f"model.train_tokenizer is {vocab_size}; a byte-level BPE needs at least 257 ids")
+    # The trainer takes time quadratic in a word's length, and no merge of worth is as long.
+    texts = (re.sub(r"\S{256}", r"\g<0> ", text) for text in texts)
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

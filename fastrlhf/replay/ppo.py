@@ -83,7 +83,7 @@ def replay_ppo(rec: Recording) -> Errors:
     # Only a recording that says that a function gave the scores can do without a reward model: its scores are inputs.
     by_function = "reward_bias" in rec.meta and rec.meta["reward_bias"] is None
     if by_function and rec.weights("init.reward"):
-        raise UserError(f"replay: {rec.base} has no reward_bias, but weights of a reward model; it is not a whole recording")
+        raise UserError(f"replay: {rec.base} has weights of a reward model, but no reward_bias; it is not a whole one")
     models = PPOModels(
         policy=policy,
         ref_policy=frozen_copy(ref),
@@ -214,7 +214,7 @@ class _Observer:
         stats = {"ratio_mean": got.stats["ratio"], **got.stats}
         if self.unmasked:
             stats |= self._unmasked(got)
-        for name in _STATISTICS:
+        for name in _STATISTICS if self.unmasked else stats.keys() - {"ratio"}:
             if name not in recorded:
                 raise UserError(f"replay: {self.rec.base}.json lacks {name!r} of {key}; it is not a whole recording")
             self.errors.add(name, stats[name], recorded[name])

@@ -26,6 +26,10 @@ class Recording:
         base = basename.removesuffix(".json").removesuffix(".safetensors")
         meta_path, tensor_path = Path(f"{base}.json"), Path(f"{base}.safetensors")
         try:
+            if Path(base).is_dir():
+                found = sorted(Path(base).rglob("update_*.json"))
+                hint = f", such as {found[0].with_suffix('')}" if found else " without its ending"
+                raise UserError(f"replay: {base} is a folder; give a recording's path{hint}")
             for path in (meta_path, tensor_path):
                 if not path.is_file():
                     raise UserError(f"replay: {path} does not exist; give a recording's path without its ending")

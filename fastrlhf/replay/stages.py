@@ -79,7 +79,8 @@ def replay_reward(rec: Recording) -> Errors:
     prefix = "reward." if rec.weights("init.reward") else ""
     model = rec.scalar(f"init.{prefix}".rstrip("."))
     pairs = [
-        (_rows(rec.ids(f"micro{i}.chosen"), pad_id), _rows(rec.ids(f"micro{i}.rejected"), pad_id)) for i in range(len(micro))
+        (_rows(rec.ids(f"micro{i}.chosen"), pad_id), _rows(rec.ids(f"micro{i}.rejected"), pad_id))
+        for i in range(len(micro))
     ]
     stepper = _Stepper(model, args, [len(chosen) for chosen, _ in pairs])
     for i, ((chosen, rejected), recorded) in enumerate(zip(pairs, micro, strict=True)):

@@ -154,12 +154,10 @@ def _hugging_face(
     for b, query in enumerate(queries):
         ids[b, L - len(query) :], mask[b, L - len(query) :] = query, 1
     recorder = _Recorder(pad_id, temperature)
+    sampling = {} if seed is None else {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     config = GenerationConfig(
+        **sampling,
         max_new_tokens=response_length,
-        do_sample=seed is not None,
-        temperature=temperature if seed is not None else None,
-        top_k=0,
-        top_p=1.0,
         eos_token_id=eos_id,
         pad_token_id=eos_id,  # what finished rows are filled with
     )
