@@ -303,9 +303,11 @@ class ScalarModel(PreTrainedModel):
     ) -> Tensor:
         """[B,L] ids -> [B,L] rewards or values in at least fp32, one at every position.
 
-        Padding belongs on the right, where causal attention needs no `attention_mask` [B,L]; `token_type_ids`, which
-        some tokenizers add, mean nothing here.
+        `attention_mask` [B,L] is 0 at padding, which belongs on the right and is never embedded: its id may lie beyond
+        the embedding. `token_type_ids`, which some tokenizers add, mean nothing here.
         """
+        if attention_mask is not None:
+            input_ids = input_ids.masked_fill(attention_mask == 0, 0)
         return self.head(hidden_states(self.lm_backbone, input_ids, attention_mask))
 
     def head(self, hidden: Tensor) -> Tensor:

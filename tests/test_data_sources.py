@@ -61,6 +61,32 @@ def refusal(path, kind="sft"):
             {"chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "b"}]},
             {"prompt": [USER], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "b"}]},
         ),
+        # HH-RLHF: two whole dialogues as text.
+        (
+            "preferences",
+            {
+                "chosen": "\n\nHuman: q\n\nAssistant: I do\n\nHuman: r\n\nAssistant: I am",
+                "rejected": "\n\nHuman: q\n\nAssistant: I do\n\nHuman: r\n\nAssistant: I will",
+            },
+            {
+                "prompt": "\n\nHuman: q\n\nAssistant: I do\n\nHuman: r\n\nAssistant:",
+                "chosen": " I am",
+                "rejected": " I will",
+            },
+        ),
+        (
+            "preferences",
+            {"chosen": "Say good night. Goodbye", "rejected": "Say good night. Good"},
+            {"prompt": "Say good night.", "chosen": " Goodbye", "rejected": " Good"},
+        ),
+        # UltraFeedback: the question as text, and again in both conversations.
+        (
+            "preferences",
+            {"prompt": "q", "chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "b"}]},
+            {"prompt": [USER], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "b"}]},
+        ),
+        ("sft", {"prompt": "q", "messages": [USER, ANSWER]}, {"prompt": [USER], "completion": [ANSWER]}),
+        ("prompts", {"prompt": "q", "messages": [USER, ANSWER]}, {"prompt": [USER]}),
         # The same answer twice: the last message stays a response, however alike the two are.
         (
             "preferences",
@@ -151,6 +177,10 @@ def test_duplicate_rows_are_kept(tmp_path):
         ('{"prompt": " \\n", "completion": "b"}', ["prompt", "d.jsonl:2", "empty"]),
         ('{"prompt": "\\ud83d", "completion": "b"}', ["prompt", "d.jsonl:2", "surrogate"]),
         ('{"prompt": [{"role": "user", "content": "\\ud83d"}], "completion": "b"}', ["d.jsonl:2", "surrogate"]),
+        ('{"prompt": "a", "prompt": "b", "completion": "c"}', ["d.jsonl:2", "'prompt' stands twice"]),
+        ('{"messages": [{"role": "user", "content": "q"}]}', ["messages of", "d.jsonl:2", "end with role 'user'"]),
+        ('{"prompt": [{"role": "user", "content": null}], "completion": "b"}', ["message 1 of prompt", "d.jsonl:2"]),
+        ('{"prompt": [], "completion": "b"}', ["prompt of", "d.jsonl:2", "an empty list"]),
         ('{"prompt": [{"role": "user"}], "completion": "b"}', ["message 1 of prompt", "d.jsonl:2", "role and content"]),
         ('{"prompt": [], "completion": "b"}', ["prompt", "d.jsonl:2"]),
         ('{"query": "a", "answer": "b"}', ["columns query, answer", "needs prompt and completion"]),
@@ -363,3 +393,9 @@ def test_a_hub_id_out_of_the_cache_without_a_network(tmp_path):
     assert "org/broken" in broken and "JSON" in broken
     assert "org/none is neither a file here nor a data set" in none
     assert "no such/id/at all" in no_id
+
+
+def test_a_csv_with_semicolons_is_a_sentence(tmp_path):
+    path = tmp_path / "d.csv"
+    path.write_text("prompt;completion\na;b\n")
+    assert "separates its columns by ';'" in refusal(path)

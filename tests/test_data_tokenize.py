@@ -278,3 +278,15 @@ def test_a_chat_answer_to_a_text_prompt_is_refused(tokenizer):
     tokenizer.chat_template = CHATML
     with pytest.raises(UserError, match=r"d\.jsonl:1 has a chat response to a text prompt"):
         tokenize_sft([row(prompt="a", completion=[ANSWER])], tokenizer, config())
+
+
+def test_a_word_of_a_million_letters_trains_in_linear_time(tmp_path):
+    import time
+
+    def seconds(n):
+        began = time.perf_counter()
+        train_tokenizer(["x" * n, "some words"] * 2, 300, tmp_path)
+        return time.perf_counter() - began
+
+    seconds(1000)
+    assert seconds(1_000_000) < 30 * max(seconds(100_000), 0.02)  # as one word: 100 times

@@ -67,6 +67,31 @@ def test_a_saved_reward_model_gives_the_same_rewards(tiny_config, finished, tmp_
     ).read_bytes()
 
 
+def test_a_reward_model_is_a_function_of_texts(finished):
+    from transformers import AutoTokenizer
+
+    from fastrlhf import load_reward_model
+    from fastrlhf.errors import UserError
+    from fastrlhf.models import ScalarModel
+
+    folder = finished / "reward" / "model"
+    score = load_reward_model(str(folder), tokens_per_forward=24)
+    prompts, responses = ["The red cat", "A", "Where is it? It is"], [" went home", "", " here, I think, or there"]
+    got = score(prompts, responses)
+    alone = [score([p], [r])[0] for p, r in zip(prompts, responses, strict=True)]
+    assert score([], []) == [] and alone == pytest.approx(got, abs=1e-6)
+    with pytest.raises(ValueError):
+        score(prompts, responses[:2])
+    with pytest.raises(UserError, match="not a reward model"):
+        load_reward_model(str(finished / "sft" / "model"))
+    # As transformers' users call it: everything the tokenizer gives, padded on the right, read at the last token.
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), ScalarModel.from_pretrained(folder).eval()
+    texts = [p + r + tokenizer.eos_token for p, r in zip(prompts, responses, strict=True)]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", return_token_type_ids=True)
+    values = model(**inputs).gather(1, inputs.attention_mask.sum(1, keepdim=True) - 1)[:, 0]
+    assert values.tolist() == pytest.approx(got, abs=1e-5)
+
+
 def test_the_references_average_zero(tiny_config, finished):
     from fastrlhf.data import prepare as data
     from fastrlhf.models import ScalarModel

@@ -33,7 +33,9 @@ def token_logprobs(
     inside = (ids >= 0) & (ids < logits.shape[-1])
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
         temperature = torch.where(ignored, 1.0, temperature)[..., None]
-    x = torch.where(ignored[..., None], 0.0, _wide(logits) / temperature)
+    # Twice: 0 in the result, and no gradient 0 / NaN from a temperature that is a NaN.
+    kept = torch.where(ignored[..., None], 0.0, _wide(logits))
+    x = torch.where(ignored[..., None], 0.0, kept / temperature)
     logp = torch.log_softmax(x, -1)
     picked = logp.gather(-1, torch.where(inside, ids, 0).long()[..., None]).squeeze(-1)
     logprobs = torch.where(ignored, 0.0, torch.where(inside, picked, math.nan))
