@@ -1,5 +1,6 @@
 """What the README shows must work as it stands there."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -26,13 +27,16 @@ def here(finished, rows, tmp_path, monkeypatch):
 
 
 def test_the_python_of_the_readme(here, capsys):
-    reward, api = blocks("python")
+    reward, api, scoring = blocks("python")
     space = {}
     exec(reward, space)
     assert space["brevity"](["a", "b"], ["", "x" * 200]) == [1.0, 0.0]
     exec(api.replace("response_length = 32", "response_length = 4"), {})
     path, score, kl = capsys.readouterr().out.splitlines()[-1].rsplit(" ", 2)
     assert (here / path / "model.safetensors").exists() and float(score) and float(kl)
+    exec(scoring, {})
+    (value,) = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert abs(value) < 100
 
 
 def test_the_yaml_of_the_readme(here):
