@@ -255,7 +255,7 @@ class Config:
     output_dir: str | None = None
     """The run's folder; default: a new one, runs/<command>-<date>-<time>."""
     resume: bool = False
-    """Go on with the run in `output_dir`."""
+    """Go on with the run in `output_dir`; the command line takes its config.yaml unless --config is given."""
     attn: Literal["auto", "sdpa", "eager"] = "auto"
     """Attention implementation of transformers."""
     model: ModelConfig = field(default_factory=ModelConfig)

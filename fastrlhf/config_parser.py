@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,7 +34,12 @@ def _parser(command: str, description: str) -> ArgumentParser:
     parser.add_argument("--config", action="config", help="YAML file with any of the fields below.")
     # `--resume` alone means true.
     parser.add_argument(
-        "--resume", type=bool, nargs="?", const=True, default=False, help="Go on with the run in `output_dir`."
+        "--resume",
+        type=bool,
+        nargs="?",
+        const=True,
+        default=False,
+        help="Go on with the run in `output_dir`, by its config.yaml.",
     )
     parser.add_class_arguments(Config, skip={"resume"}, sub_configs=False)
     return parser
@@ -179,6 +185,18 @@ def _type_of(name: str) -> Any:
     return kind
 
 
+def _config_of_resumed(argv: Sequence[str], namespace: Namespace) -> str | None:
+    """`--resume --output_dir DIR` alone goes on with the configuration that is there."""
+    if not namespace.resume or namespace.output_dir is None or any(a.partition("=")[0] == "--config" for a in argv):
+        return None
+    path = os.path.join(os.path.expanduser(namespace.output_dir), "config.yaml")
+    if not os.path.isfile(path):
+        raise UserError(f"resume: {namespace.output_dir} is not a run folder (it has no config.yaml)")
+    if not _read_yaml(path):
+        raise UserError(f"resume: {path} is empty; it was changed or damaged")
+    return path
+
+
 def parse_config(
     argv: Sequence[str], *, command: str, description: str = "", defaults: dict[str, Any] | None = None
 ) -> Config:
@@ -192,7 +210,11 @@ def parse_config(
     if defaults:
         parser.set_defaults(flatten(defaults))
     try:
-        return _to_config(parser, parser.parse_args(list(argv)))
+        namespace = parser.parse_args(argv)
+        own = _config_of_resumed(argv, namespace)
+        if own is not None:
+            namespace = parser.parse_args(["--config", own, *argv])
+        return _to_config(parser, namespace)
     except ArgumentError as err:
         raise UserError(_one_line(err)) from err
 

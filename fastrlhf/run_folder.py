@@ -198,8 +198,8 @@ def _existing(cfg: Config, config_yaml: str) -> Path:
         first = "; ".join(f"{k} was {saved.get(k)!r} and is {given.get(k)!r}" for k in changed[:3])
         more = f"; and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise UserError(
-            f"resume: the run in {root} was started with another configuration ({first}{more}); give the same one, by "
-            f"--config {root}/config.yaml"
+            f"resume: the run in {root} was started with another configuration ({first}{more}); leave --config "
+            "and these fields out: the run's own config.yaml then holds"
         )
     return root
 

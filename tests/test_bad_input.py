@@ -197,7 +197,7 @@ CASES = {
     "changed configuration": (
         "run",
         {"output_dir": "{}/run", "ppo.kl_coef": 0.9, "resume": True},
-        ["ppo.kl_coef was 0.05 and is 0.9", "--config", "run/config.yaml"],
+        ["ppo.kl_coef was 0.05 and is 0.9", "leave --config"],
     ),
     "resume of nothing": ("run", {"output_dir": "{}/nothing", "resume": True}, ["resume", "is not a run folder"]),
     "model type, nearly": (

@@ -35,6 +35,26 @@ def test_resume_alone_means_true():
     assert parse().resume is False
 
 
+def test_a_run_folder_is_all_that_resume_needs(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    began = parse("--ppo.gamma", "0.5", "--output_dir", str(run), "--model.from_scratch", "{model_type: gpt_neox}")
+    (run / "config.yaml").write_text("# fastrlhf ppo\n" + config_to_yaml(began))
+    resumed = parse("--resume", f"--output_dir={run}", "--log.samples", "1")
+    began.resume, began.log.samples = True, 1
+    assert resumed == began
+    # A configuration that is given stands as it is.
+    other = tmp_path / "c.yaml"
+    other.write_text("seed: 3\n")
+    assert parse("--config", str(other), "--resume", "--output_dir", str(run)).ppo.gamma == 1.0
+    for text in ("", "# only this\n"):
+        (run / "config.yaml").write_text(text)
+        with pytest.raises(UserError, match="config.yaml is empty; it was changed or damaged"):
+            parse("--resume", "--output_dir", str(run))
+    with pytest.raises(UserError, match="nowhere is not a run folder"):
+        parse("--resume", "--output_dir", str(tmp_path / "nowhere"))
+
+
 @pytest.mark.parametrize(
     "argv, words",
     [
