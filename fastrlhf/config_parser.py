@@ -190,7 +190,7 @@ def _config_of_resumed(argv: Sequence[str], namespace: Namespace) -> str | None:
     if not namespace.resume or namespace.output_dir is None or any(a.partition("=")[0] == "--config" for a in argv):
         return None
     path = os.path.join(os.path.expanduser(namespace.output_dir), "config.yaml")
-    if not os.path.isfile(path):
+    if not Path(path).is_file():
         raise UserError(f"resume: {namespace.output_dir} is not a run folder (it has no config.yaml)")
     if not _read_yaml(path):
         raise UserError(f"resume: {path} is empty; it was changed or damaged")
